@@ -130,7 +130,8 @@ def _fitted(models: dict[str, nn.Module], pixels: dict[str, Tensor], _clock: Clo
 
 def _batches(pixels: Tensor) -> list[Batch]:
     return [
-        Batch(i, i + len(part), part) for i, part in zip(range(0, len(pixels), BATCH), pixels.split(BATCH), strict=True)
+        Batch(i, i + len(part), part)
+        for i, part in zip(range(0, len(pixels), BATCH), pixels.split(BATCH), strict=True)
     ]
 
 

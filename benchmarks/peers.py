@@ -293,7 +293,9 @@ def _surgery(case: Case, side: str) -> Work:
     return work
 
 
-def _trained(merged: nn.Module, experts: Mapping[str, nn.Module], pixels: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _trained(
+    merged: nn.Module, experts: Mapping[str, nn.Module], pixels: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
     from driftlens.calibration.surgery import Surgery
     from driftlens.checkpoints.tensor_sources import module_source
     from driftlens.data.samples import Batch

@@ -28,10 +28,14 @@ def has_published_numbers(run: DriftRun, suite: str) -> None:
     variants = ("base", "merged", "calibrated:featcal", RESIDUAL, "expert")
     rows = run.accuracy().groupby("variant")["value"].mean()
     found = [100 * float(rows[variant]) for variant in variants]
-    readme, why = ((ROOT / name).read_text(encoding="utf-8").replace("**", "") for name in ("README.md", "docs/why.md"))
+    readme, why = (
+        (ROOT / name).read_text(encoding="utf-8").replace("**", "") for name in ("README.md", "docs/why.md")
+    )
     told = readme[readme.index("embedded text suite (") : readme.index("`driftlens demo` and")]
     parts = told.split("On eight tasks of images")
-    table = next(line for line in why.splitlines() if line.startswith({"text": "| text,", "image": "| images,"}[suite]))
+    table = next(
+        line for line in why.splitlines() if line.startswith({"text": "| text,", "image": "| images,"}[suite])
+    )
     for line in (parts[suite == "image"], table):
         numbers = [float(number) for number in re.findall(r"([\d.]+) %", line)]
         assert numbers == pytest.approx(found, abs=0.3), line

@@ -101,7 +101,8 @@ def test_the_calibrator_runs_on_the_command_line(light: DriftRun, added: None, t
     run = open_run(folder)
     assert run.manifest.calibrations["far"].settings == {"lam": 0.3}
     merged, near, far = (
-        run.layers(variant=name)["drift_l2_mean"].to_numpy() for name in ("merged", "calibrated:near", "calibrated:far")
+        run.layers(variant=name)["drift_l2_mean"].to_numpy()
+        for name in ("merged", "calibrated:near", "calibrated:far")
     )
     assert near == pytest.approx(merged, rel=1e-4) and far[-1] != pytest.approx(merged[-1], rel=1e-2)
 

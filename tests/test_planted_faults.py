@@ -380,7 +380,9 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "_pooled_tokens",
             lambda pooled: lambda tokens, mask, modes: pooled(tokens, mask, tuple(sorted(modes))),
         ),
-        "maps_left_out": put(embeddings, "_apply_dense_layer", lambda _: lambda weights, activation, is_residual, x: x),
+        "maps_left_out": put(
+            embeddings, "_apply_dense_layer", lambda _: lambda weights, activation, is_residual, x: x
+        ),
     },
     labels_meet_rows_by_name: {
         "labels_by_position": put(drift, "class_indices", lambda _: lambda head, labels: torch.arange(len(labels)))

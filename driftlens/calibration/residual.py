@@ -145,7 +145,9 @@ class ResidualCal(StepwiseCalibrator, Calibrator):
             Literal["on", "off"], Label("Cross-validation"), "chooses ridges and share of every module"
         ] = "on",
         folds: Annotated[int, Bounds(low=2), Label("Folds"), "parts of the samples"] = 4,
-        ridge: Annotated[float, Bounds(low=0, low_open=True), Label("Ridge λ"), "where cross-validation is off"] = 0.03,
+        ridge: Annotated[
+            float, Bounds(low=0, low_open=True), Label("Ridge λ"), "where cross-validation is off"
+        ] = 0.03,
         mu: Annotated[
             float, Bounds(low=0, high=1), Label("Output metric μ"), "share of the gradients' second moment"
         ] = 0.0,

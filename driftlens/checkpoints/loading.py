@@ -536,7 +536,8 @@ def read_pooling(folder: pathlib.Path) -> Pooling:
     modes = (modes,) if isinstance(modes, str) else tuple(map(str, modes))
     if odd := [mode for mode in modes if mode not in _POOLS.values()]:
         raise IncompatibleModelsError(
-            f"{folder} pools by {odd[0]!r}; expected {', '.join(_POOLS.values())}", hint="Restore the original Pooling."
+            f"{folder} pools by {odd[0]!r}; expected {', '.join(_POOLS.values())}",
+            hint="Restore the original Pooling.",
         )
     return Pooling(modes, stated.get("include_prompt") is not False)
 

@@ -30,7 +30,8 @@ from driftlens.utils.files import parse_json, regular_file
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."
 _REMEDY = (
-    "Merge it with peft and give OUT: PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT)."
+    "Merge it with peft and give OUT: "
+    "PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT)."
 )
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
 _UNGATHERED = (

@@ -281,7 +281,9 @@ def refuse_lfs_pointer(path: pathlib.Path) -> None:
         # Read only the beginning: the file may be as large as a model.
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path} is a Git LFS pointer, not the weights", hint="Run `git lfs pull` in its folder.")
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the weights", hint="Run `git lfs pull` in its folder."
+        )
 
 
 def conversion_hint(path: pathlib.Path) -> str:

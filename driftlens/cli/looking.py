@@ -210,7 +210,8 @@ def _describe_plugins() -> Iterator[str]:
 def _check(
     run: RunFolder,
     tests: Annotated[
-        Path | None, typer.Option("--tests", metavar="FILE", help="YAML file of checks; default: built-in self-checks.")
+        Path | None,
+        typer.Option("--tests", metavar="FILE", help="YAML file of checks; default: built-in self-checks."),
     ] = None,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write the results as JUnit XML.")
@@ -338,7 +339,9 @@ def _report(
     out: Annotated[Path | None, typer.Option(help="Output folder; default: `reports` in the run.")] = None,
     sections: Annotated[
         str,
-        typer.Option(help="summary, standard, calibration or full; or comma-separated sections such as layers,checks."),
+        typer.Option(
+            help="summary, standard, calibration or full; or comma-separated sections such as layers,checks."
+        ),
     ] = "standard",
     checks: Annotated[
         Path | None, typer.Option("--checks", metavar="FILE", help="YAML file of checks to include.")

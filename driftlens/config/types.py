@@ -109,7 +109,8 @@ def resolve_path(value: str, info: ValidationInfo) -> str:
     """Resolve a path in a spec; relative paths start at the spec file's folder."""
     if sanitize_text(value) != value or max(map(len, value.split("/"))) > LONGEST_PART or len(value) > LONGEST_PATH:
         raise field_error(
-            "no path can have this name", f"Control characters and more than {LONGEST_PART} characters are not allowed."
+            "no path can have this name",
+            f"Control characters and more than {LONGEST_PART} characters are not allowed.",
         )
     folder: Path | None = (info.context or {}).get("folder")
     try:
@@ -122,7 +123,9 @@ def resolve_path(value: str, info: ValidationInfo) -> str:
 
 def _resolve_if_path(value: str, info: ValidationInfo) -> str:
     path = Path(value)
-    is_path = value.startswith((".", "/", "~")) or path.is_absolute() or _FILE_SUFFIX.fullmatch(path.suffix) is not None
+    is_path = (
+        value.startswith((".", "/", "~")) or path.is_absolute() or _FILE_SUFFIX.fullmatch(path.suffix) is not None
+    )
     place = resolve_path(value, info)
     return place if is_path or Path(place).exists() else value
 
@@ -288,7 +291,9 @@ def to_spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
         for path, text, hint in _problems_of_error(details, raw):
             texts, _ = by_path.setdefault(path, ([], hint))
             texts.append(text)
-    findings = [(f"{path}: {'; or: '.join(texts)}".removeprefix(": "), hint) for path, (texts, hint) in by_path.items()]
+    findings = [
+        (f"{path}: {'; or: '.join(texts)}".removeprefix(": "), hint) for path, (texts, hint) in by_path.items()
+    ]
     problems = [text for text, _ in findings]
     if len(findings) == 1:
         ((text, hint),) = findings

@@ -112,7 +112,9 @@ def open_split(entry: Any, split: Split, access: Permissions) -> SplitView:
         with wrap_read_errors(f"{place}, {view.ids[position]}"):
             return ask(position)
 
-    return replace(view, label=partial(ask_about_sample, ask=view.label), read=partial(ask_about_sample, ask=view.read))
+    return replace(
+        view, label=partial(ask_about_sample, ask=view.label), read=partial(ask_about_sample, ask=view.read)
+    )
 
 
 def _require_byte_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:

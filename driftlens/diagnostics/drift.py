@@ -254,7 +254,9 @@ def _output_columns_by_chunk(seen: DiagnosticInput) -> dict[str, Any]:
     head: ScoreMap = seen.head
     # A language model's decisions are compared over all tokens too, not only those of the classes.
     of_tokens = [
-        replace(lm_head, classes=(), tokens=None) for lm_head in (seen.expert_head, head) if isinstance(lm_head, LmHead)
+        replace(lm_head, classes=(), tokens=None)
+        for lm_head in (seen.expert_head, head)
+        if isinstance(lm_head, LmHead)
     ]
     rows = max(1, _SCORES // max([len(head.classes), 1, *(lm_head.vocabulary_size for lm_head in of_tokens)]))
     labels = class_indices(head, seen.labels) if seen.labels is not None else None

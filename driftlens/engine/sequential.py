@@ -365,7 +365,9 @@ class _StepwiseLoop(CalibrationLoop):
             rows.append(torch.randn(self._num_backward_passes, width, generator=generator, dtype=torch.float64))
         return to_device(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
-    def _run_experts_through_layer(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
+    def _run_experts_through_layer(
+        self, layer: Layer, student: Parameters, *, needs_output: bool
+    ) -> Mapping[str, str]:
         """Run this process's experts through a layer; return the residual stream of each module."""
         groups, streams, first_task = self.groups[layer.index], None, ""
         self.chosen = {}
@@ -442,7 +444,9 @@ class _StepwiseLoop(CalibrationLoop):
         num_folds = self.calibrator.num_folds
         sums = _GroupSums([ResidualSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
         for task, owner in self.owners.items():
-            summed = partial(self._task_moment_sums, layer, student, merged_map, number, group, streams, task, new_gram)
+            summed = partial(
+                self._task_moment_sums, layer, student, merged_map, number, group, streams, task, new_gram
+            )
             task_sums = self.team.run_on_rank(owner, summed)
             if task_sums is not None:
                 sums.add(task_sums)

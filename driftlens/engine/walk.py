@@ -604,7 +604,9 @@ class LibraryDrift:
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
         """Record the closure error after a layer; raise a `NumericsError` if it exceeds rounding."""
-        merged, expert = ({name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert))
+        merged, expert = (
+            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
+        )
         # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
         error, limit, is_off = _closure_error_and_limit(subtract_states(merged, expert), theirs, expert, self._dtype)

@@ -337,7 +337,9 @@ def _check_heads(sources: Mapping[str, StateSource], configs: Mapping[str, Mappi
         called = f"the {model_label(name)}"
         if tied and head is not None and source.headers[head].shape == source.headers[table].shape:
             if not _have_equal_rows(source, table, head):
-                text = f"{called} stores {head}, but config.json ties it to {table}: the stored head is lost on loading"
+                text = (
+                    f"{called} stores {head}, but config.json ties it to {table}: the stored head is lost on loading"
+                )
                 hint = "Set tie_word_embeddings to false, or merge the table only."
                 yield Finding("problem", "tied head", text, hint)
                 continue

@@ -689,7 +689,9 @@ def head_notices(models: OpenModels) -> list[str]:
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
     """Return the files of the experts' own heads by their paths in a saved folder."""
-    return {f"{HEADS}/{safe_file_name(task)}.safetensors": head for task, head in _expert_heads_by_task(models).items()}
+    return {
+        f"{HEADS}/{safe_file_name(task)}.safetensors": head for task, head in _expert_heads_by_task(models).items()
+    }
 
 
 def _expert_heads_by_task(models: OpenModels) -> dict[str, StateSource]:

@@ -241,7 +241,11 @@ class WeightProducts:
             is_whole,
             {name: len(keys) for name, keys in changed.items()},
             len({slot.key for slot in slots}),
-            [name for name, source in sources.items() if any(source.headers[s.key].dtype.itemsize == 1 for s in slots)],
+            [
+                name
+                for name, source in sources.items()
+                if any(source.headers[s.key].dtype.itemsize == 1 for s in slots)
+            ],
         )
         return sampled, broken
 
@@ -493,7 +497,9 @@ def _rounding_notices(change: ModelChange, models: OpenModels, name: str, called
     """Report how much of a task vector is lost to rounding in the checkpoint's dtype."""
     start, end = (
         max(
-            header.dtype.itemsize for header in models.sources[model].headers.values() if header.dtype.is_floating_point
+            header.dtype.itemsize
+            for header in models.sources[model].headers.values()
+            if header.dtype.is_floating_point
         )
         for model in ("base", name)
     )

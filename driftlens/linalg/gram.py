@@ -95,7 +95,8 @@ class GramSum:
         # A float32 sum of this many squares would be too small in the fourth digit.
         lower = to_float64_device(self._lower)
         energies = [
-            (1 if rows == columns else 2) * torch.linalg.vector_norm(lower[rows, columns], dtype=torch.float64).square()
+            (1 if rows == columns else 2)
+            * torch.linalg.vector_norm(lower[rows, columns], dtype=torch.float64).square()
             for rows, columns in self._tiles
         ]
         return torch.stack(energies).sum().sqrt()

@@ -138,7 +138,9 @@ def _descend_wudi_loss(vectors: list[Tensor], *, steps: int, rate: float, eps: f
     reads="site",
     others="iso_c",
 )
-def _merge_iso_c(base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0) -> dict[str, Tensor]:
+def _merge_iso_c(
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
+) -> dict[str, Tensor]:
     """Return base + scaling * sum of task vectors, its singular values replaced by their mean (Iso-C).
 
     Singular directions with value zero are left out, also of the mean. Other parameters than matrices of linear
@@ -160,7 +162,9 @@ def _iso_c_step(vectors: list[Tensor]) -> Tensor:
     reads="site",
     others="tsv_m",
 )
-def _merge_tsv_m(base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0) -> dict[str, Tensor]:
+def _merge_tsv_m(
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
+) -> dict[str, Tensor]:
     """Return base + scaling * U S V' from every expert's leading singular vectors, decorrelated by polar factors.
 
     Each of N experts contributes 1/N of a matrix's rank, at least one vector. Other parameters than matrices of linear

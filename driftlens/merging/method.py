@@ -258,7 +258,8 @@ def _merge_model_stock(
     The paper has one angle between n experts; c is the mean over pairs, as in mergekit.
     """
     return {
-        name: start + _model_stock_step(_task_vectors(base, experts, name), filter_wise) for name, start in base.items()
+        name: start + _model_stock_step(_task_vectors(base, experts, name), filter_wise)
+        for name, start in base.items()
     }
 
 

@@ -84,7 +84,9 @@ def _trim_elect_and_merge(
         yield name, start + scaling * _merge_elected_sign(trimmed, merge_func)
 
 
-def _trim_thresholds(base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop) -> dict[str, float]:
+def _trim_thresholds(
+    base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop
+) -> dict[str, float]:
     """Return the smallest magnitude that trimming keeps in each task vector, over all tensors."""
     # Sorting all magnitudes would need them in memory at once.
     high = {task: torch.zeros(2 ** (31 - LOW_BITS), dtype=torch.int64) for task in experts}

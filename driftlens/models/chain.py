@@ -130,7 +130,9 @@ class SideInputs(Mapping[str, Tensor]):
     ) -> SideInputs:
         """Build side inputs from the recorded calls of the blocks; store every tensor once."""
         tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
-        named_inputs = replace(inputs, values=map_named_leaves(inputs.values, partial(store_tensor, tensors), "inputs"))
+        named_inputs = replace(
+            inputs, values=map_named_leaves(inputs.values, partial(store_tensor, tensors), "inputs")
+        )
 
         def store_shared_tensor(path: str, leaf: Any, name: str) -> Any:
             return store_tensor(tensors, leaf, f"{path}.{name}", stateless=not name.startswith("output."))

@@ -287,7 +287,9 @@ class ImageTextProcessor(TextProcessor):
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return entries by token [n, t], padded on the right, and those of images; see `stack_samples`."""
-        rows, images = self._rows_and_images((sample, self._answer_with_end_token(sample.target)) for sample in samples)
+        rows, images = self._rows_and_images(
+            (sample, self._answer_with_end_token(sample.target)) for sample in samples
+        )
         # Only answers are cut: longer questions raise.
         cut = {name: [row[: self.max_length] for row in column] for name, column in rows.items()}
         return self._pad_rows(cut) | images

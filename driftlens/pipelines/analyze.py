@@ -535,7 +535,9 @@ def reopen_study(
     return dataclasses.replace(study, variants=(*study.variants, *later)), models
 
 
-def add_calibrated_models(study: Study, models: OpenModels, folder: Path, name: str, method: str, control: str) -> None:
+def add_calibrated_models(
+    study: Study, models: OpenModels, folder: Path, name: str, method: str, control: str
+) -> None:
     """Add a finished calibration to the pool: the calibrated variant and its control.
 
     Args:

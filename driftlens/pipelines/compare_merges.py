@@ -186,7 +186,9 @@ def _mean_score_columns(scores: Values) -> dict[str, Any]:
     for name in _MEASURES:
         by_task = {task: mean_over_samples(values[name]) for task, values in scores.items() if name in values}
         row |= _interval_columns(name, mean_over_tasks([*by_task.values()]))
-        row.setdefault("by_task", {})[name] = {task: _interval_columns("value", mean) for task, mean in by_task.items()}
+        row.setdefault("by_task", {})[name] = {
+            task: _interval_columns("value", mean) for task, mean in by_task.items()
+        }
     return row
 
 

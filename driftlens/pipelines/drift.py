@@ -397,7 +397,9 @@ class _AttributionTargets:
     covectors: State
 
 
-def _attribution_targets(study: Study, pull_back: attribution.BackwardSweep, variant: str) -> list[_AttributionTargets]:
+def _attribution_targets(
+    study: Study, pull_back: attribution.BackwardSweep, variant: str
+) -> list[_AttributionTargets]:
     batches, stream = [*pull_back.batches.values()], study.pool.chain.layers[-1].stream
     ends = [pull_back.ends(batch, variant) for batch in batches]
     targets = []

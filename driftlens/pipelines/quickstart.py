@@ -304,7 +304,9 @@ def _detect_architecture(place: str, access: Permissions) -> dict[str, str]:
     )
 
 
-def _data_entries(tasks: Sequence[str], data: Sequence[str], reads: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _data_entries(
+    tasks: Sequence[str], data: Sequence[str], reads: str
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
     if not data:
         entry, samples = PROBES[reads]
         notice = f"no --data: using {samples} that belong to no task. Pass your own for reliable results"

@@ -553,7 +553,9 @@ class _NeedsEstimator:
         for block in self._chain.blocks:
             shapes = self._linear_shapes(block)
             # A token passes few experts of a mixture, so only the first counts.
-            outputs.append(sum(shapes[site.name][0] for site in block.sites if site.name in shapes and not site.expert))
+            outputs.append(
+                sum(shapes[site.name][0] for site in block.sites if site.name in shapes and not site.expert)
+            )
         self._batch = data.diagnosis.batch_size
         self._activations = self._batch * self._boundary * max(outputs) // max(1, self._num_pooled)
         read = sum(samples.num_with_views for samples in study.calibration_sets.values())

@@ -361,7 +361,8 @@ def leaderboard_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[
     for name in chosen:
         run.calibration_info(name)
     rows = [
-        _variant_means_and_change(run, calibrated_variant(name), name) | _calibration_cost(run, name) for name in chosen
+        _variant_means_and_change(run, calibrated_variant(name), name) | _calibration_cost(run, name)
+        for name in chosen
     ]
     # Repairs without a score come last.
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)

@@ -128,6 +128,8 @@ def _mean_score_by_variant(run: DriftRun, variants: Sequence[str]) -> dict[str, 
     # A mean of accuracies and perplexities would be meaningless.
     if not all(metric.is_averaged for metric in main_metrics(run).values()):
         return {}
-    scored = [name for name in variants if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)]
+    scored = [
+        name for name in variants if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)
+    ]
     groups = [(about, tasks) for about, tasks in common_measures(run, scored) if about.role == SCORE.role]
     return {name: mean_on_tasks(run, about, tasks, name).value for about, tasks in groups for name in scored}

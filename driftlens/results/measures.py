@@ -497,7 +497,9 @@ def common_measures(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measur
         groups.append((Measure(metrics_title(like.values()), kind, main.worse, "test", name), tuple(like)))
     measured = []
     for about, tasks in groups:
-        shared = [task for task in tasks if all(value_on_task(run, about, task, name).is_measured for name in variants)]
+        shared = [
+            task for task in tasks if all(value_on_task(run, about, task, name).is_measured for name in variants)
+        ]
         measured += [(about, tuple(shared))] if shared and variants else []
     return measured
 

@@ -62,7 +62,9 @@ def attach_scores(run: PathLike, variant: str, results: PathLike) -> DriftRun:
         content = regular_file(file).read_bytes()
         document = TypeAdapter(dict[str, Any]).validate_python(parse_json(content))
         scores = TypeAdapter(dict[str, dict[str, Any]]).validate_python(document.get("results", {}))
-        rows = [{"variant": variant, **row} for row in _accuracy_rows(scores, _section_or_empty(document, "n-samples"))]
+        rows = [
+            {"variant": variant, **row} for row in _accuracy_rows(scores, _section_or_empty(document, "n-samples"))
+        ]
     lost = [
         f"{task} {key}"
         for task, by_metric in scores.items()

@@ -168,7 +168,9 @@ LAYERS = TableSchema(
         _share_column("prefix_share", "Signed share of the final drift by swapping prefixes; sums to 1.", "prefix"),
         *_interval_columns("final_share", "contributions"),
         *_interval_columns("prefix_share", "prefix"),
-        _share_column("remainder_share", "Share of the final drift in no final_share; head row only.", "contributions"),
+        _share_column(
+            "remainder_share", "Share of the final drift in no final_share; head row only.", "contributions"
+        ),
         _number_column("closure_error", "|e - e_library| / |e| against ordinary passes of the models.", "higher"),
         *_optional_columns(
             "jacobian",
@@ -224,8 +226,12 @@ OUTPUTS = TableSchema(
         _score_column("score_drift_inf", "Largest change of one score."),
         _score_gain_column("score_gain_secant", "Norm of the score drift against that of the final drift."),
         _score_gain_column("score_gain", "Largest gain along the drift at points between expert and variant."),
-        _score_gain_column("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
-        _score_gain_column("score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."),
+        _score_gain_column(
+            "score_gain_spectral", "Largest gain in any direction at those points, by power iteration."
+        ),
+        _score_gain_column(
+            "score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."
+        ),
         _score_column("score_bound", "Bound of the score drift: certified gain * final drift + score_map_mismatch."),
         _score_column("score_map_mismatch", "Norm of the score change from different heads alone."),
         _score_column("margin", "Expert's best score minus its second best.", "lower"),

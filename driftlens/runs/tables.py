@@ -117,7 +117,9 @@ def updated_table(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -
     return earlier
 
 
-def table_without_rows(path: pathlib.Path, table: TableSchema, column: str, values: Collection[str]) -> pa.Table | None:
+def table_without_rows(
+    path: pathlib.Path, table: TableSchema, column: str, values: Collection[str]
+) -> pa.Table | None:
     """Return a Parquet table without the rows whose `column` is in `values`; None if no row is removed."""
     if not path.exists():
         return None

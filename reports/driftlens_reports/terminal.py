@@ -63,7 +63,9 @@ def _align_columns(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     for index, cells in enumerate(zip(*clean, strict=True)):
         width = max(map(cell_len, cells))
         gaps = (" " * (width - cell_len(cell)) for cell in cells)
-        columns.append([cell + gap if index < num_names else gap + cell for cell, gap in zip(cells, gaps, strict=True)])
+        columns.append(
+            [cell + gap if index < num_names else gap + cell for cell, gap in zip(cells, gaps, strict=True)]
+        )
     return ["  ".join(row) for row in zip(*columns, strict=True)]
 
 
@@ -110,7 +112,9 @@ def _detail_sections(run: DriftRun, path: str) -> Iterator[tuple[str, Sequence[s
         yield "Notices", run.manifest.notices
 
 
-def _verdict_paragraphs(run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False) -> Iterator[list[str]]:
+def _verdict_paragraphs(
+    run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False
+) -> Iterator[list[str]]:
     """Yield paragraphs of the run summary: verdict, rows by task, other models."""
     judgement = verdict(run, name)
     unscored = agreement_sentence(run) if judgement.measure.role != SCORE.role else ()

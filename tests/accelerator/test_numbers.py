@@ -65,7 +65,9 @@ def on_cpu(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    "switches", [pytest.param({}, marks=pytest.mark.every), {"no_double": True, "is_lazy": True}], ids=["plain", "poor"]
+    "switches",
+    [pytest.param({}, marks=pytest.mark.every), {"no_double": True, "is_lazy": True}],
+    ids=["plain", "poor"],
 )
 def test_an_analysis_with_all_there_is(
     sim: torch.device,

@@ -86,7 +86,9 @@ def calibrate_as(app: AppTest, name: str) -> AppTest:
     return press(app, "FeatCal calibrate")
 
 
-PROBLEMS = "run.yaml: 2 problems\n  a0: unknown key; allowed here: base\n  data.cars: missing (This *key* is required.)"
+PROBLEMS = (
+    "run.yaml: 2 problems\n  a0: unknown key; allowed here: base\n  data.cars: missing (This *key* is required.)"
+)
 
 
 def failed(root: Path, name: str, said: str = f"error: {PROBLEMS}\nhint: Correct *them*.\n") -> Job:

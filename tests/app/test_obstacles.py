@@ -59,7 +59,8 @@ def test_an_unfinished_run_says_what_is_still_to_be_done(run: Path, state: str |
 def test_what_a_chart_lacks_is_told_with_the_folder_of_its_run(run: Path) -> None:
     lacking, at = f"needs drift; `{ANALYZE}` adds it.", shlex.quote(str(run))
     assert (
-        insert_run_path(open_run(run), lacking) == f"needs drift; `driftlens analyze {at}/spec.yaml --out NEW` adds it."
+        insert_run_path(open_run(run), lacking)
+        == f"needs drift; `driftlens analyze {at}/spec.yaml --out NEW` adds it."
     )
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))

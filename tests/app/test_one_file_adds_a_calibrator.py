@@ -79,7 +79,9 @@ def opened(open_app: Open, root: Path, method: str) -> AppTest:
 
 
 @pytest.mark.slow
-def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(toys: None, open_app: Open, root: Path) -> None:
+def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
+    toys: None, open_app: Open, root: Path
+) -> None:
     app = opened(open_app, root, "toy-scale")
     assert app.text_input(key="name").value == "toy-scale"
     assert not [field.key for field in app.number_input if field.key.startswith("featcal.")]

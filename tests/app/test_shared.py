@@ -61,7 +61,9 @@ def test_another_users_job_is_refused_in_words_and_the_same_one_is_shared(run: P
 
 
 @pytest.mark.slow
-def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(open_app: Open, root: Path, run: Path) -> None:
+def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
+    open_app: Open, root: Path, run: Path
+) -> None:
     job = record_job(run / "logs", run, code=None, host=platform.node())
     assert "stopped unexpectedly" in errors(open_app(root, "repair"))
     job.log.write_text("loading\nerror: the disk is full\nhint: Make room on it.\n")

@@ -101,7 +101,9 @@ def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Repor
 
 
 @in_light
-def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_page(report: Report, context: Any) -> None:
+def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_page(
+    report: Report, context: Any
+) -> None:
     page = Opened(context.new_page(), report.run.path.parent / "report-light.html").page
     page.emulate_media(media="print")
     assert page.evaluate(

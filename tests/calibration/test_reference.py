@@ -87,7 +87,9 @@ def test_features_of_other_models_agree_with_the_slow_reference(name: str, input
         pytest.param("qwen3", 0.5, 0.15, marks=pytest.mark.slow),
     ],
 )
-def test_language_models_agree_where_lambda_is_small(name: str, rho: float, alpha: float, device: torch.device) -> None:
+def test_language_models_agree_where_lambda_is_small(
+    name: str, rho: float, alpha: float, device: torch.device
+) -> None:
     """The paper's settings for FLAN-T5 and Llama, of which the weights are to be good to 1e-6."""
     found = calibrated(subject(name, n=N, device=device), FeatCal(lam=1e-5, rho=rho, alpha=alpha))
     want = slow(name, reference.Settings(lam=1e-5, rho=rho, alpha=alpha))

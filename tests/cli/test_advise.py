@@ -64,7 +64,9 @@ def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRu
     first, *others = found["shares"]
     for row in found["shares"]:
         row |= {"share_low": row["share"] - 1, "share_high": row["share"] + 1}
-    assert "overlap" in layer_advice_text(found) and finished.layer_name(others[0]["layer"]) in layer_advice_text(found)
+    assert "overlap" in layer_advice_text(found) and finished.layer_name(others[0]["layer"]) in layer_advice_text(
+        found
+    )
     first["share_low"] = max(row["share"] for row in others) + 2
     assert "All other intervals are lower." in layer_advice_text(found)
     first["share_low"] = float("nan")

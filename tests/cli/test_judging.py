@@ -176,7 +176,9 @@ def test_with_a_folder_the_run_is_left_alone(run_cli: Cli, run: Path, tmp_path: 
         (["--checks", "absent.yaml"], 2, "absent.yaml"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], code: int, message: str, run_cli: Cli, run: Path) -> None:
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], code: int, message: str, run_cli: Cli, run: Path
+) -> None:
     result = run_cli("report", run, *arguments)
     assert result.code == code
     assert message in result.message

@@ -245,7 +245,8 @@ def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
         (lambda given: [*given, "--data=nothing.csv"], "no file or folder nothing.csv"),
         (
             lambda given: (
-                [place.replace("/hf/", "/open_clip/") + ".safetensors" for place in given[:2]] + [f"--data={given[-1]}"]
+                [place.replace("/hf/", "/open_clip/") + ".safetensors" for place in given[:2]]
+                + [f"--data={given[-1]}"]
             ),
             "there is no configuration next to",
         ),

@@ -76,7 +76,9 @@ def test_the_label_column_may_be_left_out(saved: Path) -> None:
     ("values", "message", "hint"),
     [
         pytest.param({"test": "tset"}, "no split 'tset', expected train, test, gap", "'test'", id="split"),
-        pytest.param({"label": "labels"}, "no column 'labels'; columns are image, label", "'label'", id="label column"),
+        pytest.param(
+            {"label": "labels"}, "no column 'labels'; columns are image, label", "'label'", id="label column"
+        ),
         pytest.param(
             {"image": "img"},
             "no column 'img'; columns are image, label",

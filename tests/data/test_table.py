@@ -159,7 +159,9 @@ def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, m
     ("encoding", "separator"),
     [("cp1252", ";"), ("utf-16", "tab"), ("utf-8", "|"), ("utf-8-sig", ",")],
 )
-def test_encodings_and_separators_are_those_that_the_entry_names(tmp_path: Path, encoding: str, separator: str) -> None:
+def test_encodings_and_separators_are_those_that_the_entry_names(
+    tmp_path: Path, encoding: str, separator: str
+) -> None:
     file, between = tmp_path / "rows.csv", "\t" if separator == "tab" else separator
     rows = [["q", "a"], ["naïve, \tor; not|", "007"], ["b", ""], ["NA", "1.0"]]
     lines = [between.join(f'"{cell}"' if between in cell else cell for cell in row) for row in rows]

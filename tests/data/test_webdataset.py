@@ -186,7 +186,9 @@ def test_calibration_samples_are_never_test_samples(tmp_path: Path) -> None:
     every, pattern = str(tmp_path / "food"), str(tmp_path / "link/*.tar")
     views = [images(split, **entry(every, test=pattern)) for split in ("calibration", "test")]
     assert views[0].origin == views[1].origin and views[0].ids == views[1].ids, "so they are kept apart"
-    apart = entry(tmp_path / "food/0.tar", test=str(tmp_path / "food/[12].tar"), diagnosis=str(tmp_path / "food/2.tar"))
+    apart = entry(
+        tmp_path / "food/0.tar", test=str(tmp_path / "food/[12].tar"), diagnosis=str(tmp_path / "food/2.tar")
+    )
     assert len({images(split, **apart).origin for split in ("calibration", "test", "diagnosis")}) == 3
     for test in ("food/[01].tar", "link/?.tar"):
         with pytest.raises(DataError, match="files shared with calibration: 1") as caught:

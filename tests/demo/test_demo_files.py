@@ -38,7 +38,9 @@ def test_pictures_are_those_that_the_builder_draws(name: str) -> None:
     with np.load(FOLDER / "image" / "data" / f"{name}.npz", allow_pickle=False) as file:
         arrays = dict(file)
     assert tuple(arrays["class_names"]) == task.class_names
-    for got, drawn in zip((arrays["x_test"], arrays["y_test"]), task.pictures("test", recipe.num_test, 0), strict=True):
+    for got, drawn in zip(
+        (arrays["x_test"], arrays["y_test"]), task.pictures("test", recipe.num_test, 0), strict=True
+    ):
         assert np.array_equal(got, drawn)
     chosen, whole = (
         random_order(n, 0, task=name, split="calibration")[: image.SHIPPED] for n in (image.SHIPPED, recipe.num_train)

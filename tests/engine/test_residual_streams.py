@@ -125,7 +125,9 @@ def test_sites_are_found_to_be_added_to_the_stream_that_their_family_adds_them_t
             groups = linear_site_groups(layer, sites[layer.index])
             assert any(group.sites for group in groups)
             found.append(
-                find_residual_streams(layer, parameters, state, side, [site.name for of in groups for site in of.sites])
+                find_residual_streams(
+                    layer, parameters, state, side, [site.name for of in groups for site in of.sites]
+                )
             )
         state = layer.call(parameters, state, side)
     assert found == wanted

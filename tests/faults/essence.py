@@ -60,7 +60,9 @@ def _timeless(value: Any) -> Any:
 def _table(path: Path) -> str:
     frame = pd.read_parquet(path).drop(columns=[*MEASURED], errors="ignore")
     keys = [name for name in frame if frame[name].dtype == object or str(frame[name].dtype) in ("str", "category")]
-    return frame.sort_values([*map(str, keys)], kind="stable").to_json(orient="split", index=False, double_precision=15)
+    return frame.sort_values([*map(str, keys)], kind="stable").to_json(
+        orient="split", index=False, double_precision=15
+    )
 
 
 def _tensors(path: Path) -> dict[str, Any]:

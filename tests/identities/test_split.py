@@ -97,7 +97,9 @@ def singles(batch: Batch) -> list[Batch]:
             return {key: value[i : i + 1] for key, value in inputs.items()}
         return inputs[i : i + 1]
 
-    return [Batch(batch.start + i, batch.start + i + 1, pick(batch.inputs, i)) for i in range(batch.stop - batch.start)]
+    return [
+        Batch(batch.start + i, batch.start + i + 1, pick(batch.inputs, i)) for i in range(batch.stop - batch.start)
+    ]
 
 
 @pytest.mark.parametrize("name", STEPS)

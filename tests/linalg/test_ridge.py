@@ -41,7 +41,9 @@ def test_a_ridge_solve_is_least_squares_on_stacked_rows(size: tuple[int, ...], l
     found = solve_ridge(moments_of(x, y, weight_sum=1.0), anchor, lam=lam).weight
     left = torch.cat([x / count**0.5, lam**0.5 * torch.eye(k, dtype=torch.float64)])
     right = torch.cat([y / count**0.5, lam**0.5 * anchor.mT])
-    torch.testing.assert_close(found, torch.linalg.lstsq(left, right, driver="gelsd").solution.mT, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(
+        found, torch.linalg.lstsq(left, right, driver="gelsd").solution.mT, rtol=1e-8, atol=1e-9
+    )
 
 
 def objective(moments: LinearMoments, weight: Tensor, anchor: Tensor | None, lam: float) -> Tensor:

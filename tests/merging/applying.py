@@ -90,7 +90,9 @@ def study_of(models: OpenModels, *, count: int = 6) -> Study:
     )
 
 
-def apply(method: MergeMethod, base: StateDict, experts: Mapping[str, StateDict], **settings: Any) -> dict[str, Tensor]:
+def apply(
+    method: MergeMethod, base: StateDict, experts: Mapping[str, StateDict], **settings: Any
+) -> dict[str, Tensor]:
     """What the method makes of a base and experts."""
     settings = FEW.get(method.name, {}) | settings
     if method.reads in ("entry", "tensor"):

@@ -503,7 +503,9 @@ def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: Path) 
 )
 def test_what_is_not_finite_is_counted_and_named(value: float, dtype: torch.dtype) -> None:
     tensor = torch.tensor([1.0, value, 2.0, value]).to(dtype)
-    with pytest.raises(NumericsError, match=r"expert\.safetensors: tensor 'w' holds 2 NaN or infinite values out of 4"):
+    with pytest.raises(
+        NumericsError, match=r"expert\.safetensors: tensor 'w' holds 2 NaN or infinite values out of 4"
+    ):
         check_finite("expert.safetensors", "w", tensor)
     check_finite("expert.safetensors", "w", tensor[::2])
     check_finite("expert.safetensors", "ids", torch.tensor([1, 2]))

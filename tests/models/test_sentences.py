@@ -150,7 +150,9 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
         ),
     ],
 )
-def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(stated: dict[str, Any], tmp_path: Path) -> None:
+def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(
+    stated: dict[str, Any], tmp_path: Path
+) -> None:
     root = sentences(tmp_path / "base", 0, pooling=stated, dense=1.5)
     modes = read_pooling(root).modes
     for text, embedding in zip(LONG, embeddings(root, LONG), strict=True):

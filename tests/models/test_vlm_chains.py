@@ -46,7 +46,9 @@ def walked(chain: LayerChain, module: Any, batch: Any) -> list[dict[str, Tensor]
     """The states at all boundaries."""
     weights, (state, side), states = module.state_dict(), chain.start(batch), []
     for layer in chain.layers:
-        own = {name: slot.to_layer_layout(slot.take_rows(weights[slot.key])) for name, slot in layer.parameters.items()}
+        own = {
+            name: slot.to_layer_layout(slot.take_rows(weights[slot.key])) for name, slot in layer.parameters.items()
+        }
         state = layer.call(own, state, side)
         states.append(state)
     return states

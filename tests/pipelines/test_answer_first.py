@@ -220,7 +220,9 @@ def test_an_analysis_keeps_a_picture_of_every_diagnosis_sample(light: DriftRun) 
 class Blocks(nn.Module):
     def __init__(self, activation: type[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), activation(), nn.Linear(12, 12)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 12), activation(), nn.Linear(12, 12)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -157,7 +157,9 @@ def test_what_was_there_keeps_its_exact_values(run: DriftRun, before: DriftRun) 
 def test_only_parameters_of_blocks_moved_and_the_form_is_the_bases(
     form: Form, world: World, saved: dict[str, torch.Tensor]
 ) -> None:
-    base = load_file(world.weights("base", form) / "model.safetensors" if form == "hf" else world.weights("base", form))
+    base = load_file(
+        world.weights("base", form) / "model.safetensors" if form == "hf" else world.weights("base", form)
+    )
     assert {key: (value.shape, value.dtype) for key, value in saved.items()} == {
         key: (value.shape, value.dtype) for key, value in base.items()
     }

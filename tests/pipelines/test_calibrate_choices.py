@@ -93,7 +93,9 @@ def test_fewer_samples_are_the_beginning_of_those_drawn(folder: Path, light: Dri
     run = calibrate(folder, request(samples=2))
     info = run.manifest.calibrations[NAME]
     assert info.samples == dict.fromkeys(TASKS, 2)
-    assert info.sample_digests == {task: sample_ids_digest(light.sample_ids(task, "calibration")[:2]) for task in TASKS}
+    assert info.sample_digests == {
+        task: sample_ids_digest(light.sample_ids(task, "calibration")[:2]) for task in TASKS
+    }
 
 
 @pytest.mark.slow

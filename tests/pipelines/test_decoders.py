@@ -70,7 +70,9 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(con
     read: list[Any] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))
     with torch.no_grad():
-        logits = [model(**known.preprocess([TextSample(row)]), logits_to_keep=1).logits[:, -1].double() for row in rows]
+        logits = [
+            model(**known.preprocess([TextSample(row)]), logits_to_keep=1).logits[:, -1].double() for row in rows
+        ]
     measured = torch.tensor(run.features("b", "calibrated:small", layer="final")).double()  # kept in float16
     features = torch.cat(read)
     assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()

@@ -182,7 +182,9 @@ def test_every_tensor_is_what_merging_and_calibrating_made_of_it(name: str, tmp_
     run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
     known = load_architecture(loader, spec["architecture"]["source"])
     for place, solved in {"merged": {}, "out": site_keys(known, base)}.items():
-        assert_every_tensor(base, experts, tmp_path / place, scaling=scaling, heads=heads, solved=solved, shared=shared)
+        assert_every_tensor(
+            base, experts, tmp_path / place, scaling=scaling, heads=heads, solved=solved, shared=shared
+        )
     if name in seq2seq.NAMES:
         assert_reloads(known, run.features("b", "calibrated:small", layer="final"), tmp_path)
 

@@ -94,7 +94,9 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Pat
     for task in "ab":
         pictures(tmp_path / f"{task}-train", 8)
         shown[task] = pictures(tmp_path / f"{task}-test", 6)
-        places = {split: str(tmp_path / f"{task}-{end}") for split, end in (("calibration", "train"), ("test", "test"))}
+        places = {
+            split: str(tmp_path / f"{task}-{end}") for split, end in (("calibration", "train"), ("test", "test"))
+        }
         data[task] = {"kind": "imagefolder", **places, "unlabelled": ["calibration", "test"]}
     folders = {task: tmp_path / task for task in "ab"}
     spec = spec_of_folders(

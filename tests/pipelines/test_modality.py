@@ -203,9 +203,9 @@ def test_texts_are_analysed_and_pooled_as_their_family_says(spec: dict[str, Any]
     assert drift_of(run, 2) == pytest.approx(float((base - expert).norm(dim=1).mean()), rel=1e-5)
     assert load_spec(run.path / "spec.yaml").layers.pool == "mean"
     spec["layers"] = {"pool": "cls"}
-    assert drift_of(analyze(spec, AnalysisRequest(out=tmp_path / "first"), JobContext(access=CPU)), 2) != pytest.approx(
-        drift_of(run, 2), rel=1e-2
-    )
+    assert drift_of(
+        analyze(spec, AnalysisRequest(out=tmp_path / "first"), JobContext(access=CPU)), 2
+    ) != pytest.approx(drift_of(run, 2), rel=1e-2)
 
 
 def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
@@ -225,7 +225,8 @@ def test_live_models_pool_as_their_family_says() -> None:
     assert live.settings.pool == "mean"
     pixels = torch.zeros(2, 3, 16, 16)
     assert (
-        study_of_modules(Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels}), LiveSettings()).settings.pool == "cls"
+        study_of_modules(Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels}), LiveSettings()).settings.pool
+        == "cls"
     )
     block = next(vectors for layer, vectors in capture(Letters(0), [ids]) if layer.role == "block")
     with torch.no_grad():

@@ -99,7 +99,9 @@ def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(run
     assert head == f"**{escape_markdown(typeset_signs(headline_sentence(headline(run, NAME))))}**"
     said = [typeset_signs(hide_run_path(run, text)) for text in verdict(run, NAME).sentences]
     assert first.splitlines() == [f"- {escape_markdown(text)}" for text in said]
-    assert "anchor" not in first and "featcal, anchor only" in rest and "\n## " not in card.partition("\n## Verdict")[0]
+    assert (
+        "anchor" not in first and "featcal, anchor only" in rest and "\n## " not in card.partition("\n## Verdict")[0]
+    )
 
 
 def test_models_samples_and_recipe_are_named_by_digest(run: DriftRun, card: str) -> None:

@@ -158,7 +158,9 @@ def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(folder: Path, light: DriftRun, tmp_path: Path) -> None:
+def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
+    folder: Path, light: DriftRun, tmp_path: Path
+) -> None:
     asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0], "n": [2, 4]}, seeds=2)
     token, labels = CancelToken(), []
 

@@ -184,7 +184,8 @@ def test_images(tmp_path: Path) -> None:
     head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
     made = b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
     )
     file = tmp_path / "bomb.png"
     file.write_bytes(b"\x89PNG\r\n\x1a\n" + made)

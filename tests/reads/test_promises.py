@@ -167,7 +167,9 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", SETTINGS, ids=range(len(SETTINGS)))
-def test_settings_of_an_interrupted_calibration_that_are_damaged(assert_refused: Refused, run: Path, text: str) -> None:
+def test_settings_of_an_interrupted_calibration_that_are_damaged(
+    assert_refused: Refused, run: Path, text: str
+) -> None:
     file = run / calibration_marker("a")
     file.parent.mkdir(parents=True)
     file.write_bytes(text.encode(errors="surrogateescape"))

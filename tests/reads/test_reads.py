@@ -161,7 +161,9 @@ def adapter(place: Path) -> Right:
     save_file({"proj.weight": torch.zeros(3, 4)}, place / "small-base.safetensors")
     folder = place / "spoiled-adapter"
     folder.mkdir()
-    lora = {f"base_model.model.proj.lora_{part}.weight": torch.ones(*of) for part, of in (("A", (2, 4)), ("B", (3, 2)))}
+    lora = {
+        f"base_model.model.proj.lora_{part}.weight": torch.ones(*of) for part, of in (("A", (2, 4)), ("B", (3, 2)))
+    }
     save_file(lora, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["proj"], "bias": "none"}
     more = {"rank_pattern": {}, "alpha_pattern": {"proj": 4}, "modules_to_save": None, "use_rslora": False}

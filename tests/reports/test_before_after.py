@@ -183,7 +183,9 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
         assert entry.answered == "diagnosis" and entry.answers is not None and entry.answers.n == 24
     text = calibration_text(run, NAME, verbose=True)
     assert (
-        re.search(r" diagnosis +24 ", text) and "not paired and too wide" in text and "on the diagnosis samples" in text
+        re.search(r" diagnosis +24 ", text)
+        and "not paired and too wide" in text
+        and "on the diagnosis samples" in text
     )
 
 

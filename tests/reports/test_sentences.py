@@ -38,7 +38,8 @@ def is_told(text: str, *values: float) -> bool:
     ends = range(len(found) - len(values) + 1)
     return any(
         all(
-            abs(at - 100 * value) < 0.0501 for at, value in zip(found[first : first + len(values)], values, strict=True)
+            abs(at - 100 * value) < 0.0501
+            for at, value in zip(found[first : first + len(values)], values, strict=True)
         )
         for first in ends
     )

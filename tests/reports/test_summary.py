@@ -71,7 +71,9 @@ def test_self_checks_show_their_largest_error(run: DriftRun) -> None:
 
 def test_a_claim_that_fails_is_said_to_fail() -> None:
     place = "task a, merged, layer 2"
-    failing = CheckResult("closure: drift equals", "closure", {}, "fail", 0.3, "<=", 1e-4, 1e-4 - 0.3, n=1, where=place)
+    failing = CheckResult(
+        "closure: drift equals", "closure", {}, "fail", 0.3, "<=", 1e-4, 1e-4 - 0.3, n=1, where=place
+    )
     assert "DOES NOT HOLD (limit 1.0e-04), error at most 3.0e-01" in self_check_sentence(failing)
     unknown = dataclasses.replace(failing, status="skip", value=math.nan)
     assert self_check_sentence(unknown) == "closure (drift equals): not measured"

@@ -125,7 +125,9 @@ def adjoint_rows(at: Boundary, share: float, samples: Samples) -> list[Columns]:
     return parts
 
 
-def output_rows(task: str, variant: str, feature: Array, expert: Array, heads: Array, samples: Samples) -> pd.DataFrame:
+def output_rows(
+    task: str, variant: str, feature: Array, expert: Array, heads: Array, samples: Samples
+) -> pd.DataFrame:
     """Scores are 10 times the cosine with each class's row of `heads`."""
     scores, wanted = (10 * unit(vectors) @ heads.T for vectors in (feature, expert))
     log_p, log_q = _log_softmax(scores), _log_softmax(wanted)

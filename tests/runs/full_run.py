@@ -97,7 +97,9 @@ def write_full_run(
     return path
 
 
-def write_run(path: Path, *, name: str = "small run", tasks: Sequence[str] = ("cars", "mnist"), **options: Any) -> Path:
+def write_run(
+    path: Path, *, name: str = "small run", tasks: Sequence[str] = ("cars", "mnist"), **options: Any
+) -> Path:
     """Write a small finished run of two tasks, of base and merged model, with six samples of each."""
     size = Size(blocks=2, samples=6, width=5)
     options = {"variants": ("base", "merged"), "class_names": ("one", "two", "three")} | options

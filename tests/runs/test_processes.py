@@ -91,7 +91,9 @@ def test_a_dead_owner_is_taken_over_with_a_notice(killed: tuple[Path, int]) -> N
     assert list(folder.rglob(".partial-*")), "the killed writer should have left half a file behind"
     with RunWriter.resume(folder) as writer:
         assert writer.done("load") and not writer.done("evaluate")
-        assert list(writer.manifest.notices) == [f"took over from process {pid}, which ended without releasing the run"]
+        assert list(writer.manifest.notices) == [
+            f"took over from process {pid}, which ended without releasing the run"
+        ]
     assert not list(folder.rglob(".partial-*"))
     assert current_state(open_run(folder)) == "done"
     assert read_lock_owner(folder) is None

@@ -64,7 +64,9 @@ def small_config(kind: str) -> Any:
 def families(*fast: str, some: Collection[str] | None = None) -> list[Any]:
     """Parameters of tests that show what works with each: all but `fast` ones slow, all but `some` `make every`'s."""
     return [
-        pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)]) for name in NAMES if name != "T5"
+        pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)])
+        for name in NAMES
+        if name != "T5"
     ]
 
 

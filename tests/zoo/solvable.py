@@ -205,7 +205,9 @@ WORLDS: dict[str, World] = {
         CASES["open_clip_vit"], open_clip_blocks, first_step("open_clip_vit"), of_one_tensor, OPEN_CLIP_NAMES
     ),
     "hf_clip_vit": World(CASES["hf_clip_vit"], hf_blocks, first_step("hf_clip_vit"), of_one_tensor, HF_NAMES),
-    "sequential": World(CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor),
+    "sequential": World(
+        CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor
+    ),
     "rms_stack": World(
         Case(with_seed(lambda: Stack(depth=2, parts=normed)), stack_chain, rows(5)),
         lambda model: list(model.blocks),

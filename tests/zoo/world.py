@@ -225,7 +225,8 @@ def labels(file: Path, ids: Sequence[str]) -> list[str]:
     """Class names of samples by id."""
     with np.load(file) as arrays:
         return [
-            str(arrays["class_names"][arrays[f"y_{part}"][int(row)]]) for part, row in (name.split("/") for name in ids)
+            str(arrays["class_names"][arrays[f"y_{part}"][int(row)]])
+            for part, row in (name.split("/") for name in ids)
         ]
 
 

@@ -129,7 +129,9 @@ def _highway(rng: np.random.Generator) -> Image.Image:
     return land
 
 
-def _roofs(rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: drawing.Colour) -> Image.Image:
+def _roofs(
+    rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: drawing.Colour
+) -> Image.Image:
     """Streets in a grid with one building on each lot, `share` of the lot's side."""
     land = _land(rng, GRASS if pitch < 20 else CONCRETE)
     pen = ImageDraw.Draw(land)

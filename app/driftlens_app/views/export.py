@@ -90,7 +90,9 @@ def _show_exhibits_part(run: DriftRun) -> None:
         )
         style = st.selectbox("Width", [*WIDTHS], key="style", help="Text or column width of the venue.", width=180)
         pressed = st.form_submit_button("Draw them", type="primary", icon=":material/draw:")
-    built = _built_files(run, "exhibits", {name: partial(_exhibit_files, run, name, style) for name in chosen}, pressed)
+    built = _built_files(
+        run, "exhibits", {name: partial(_exhibit_files, run, name, style) for name in chosen}, pressed
+    )
     for name, files in built.items():
         _show_download_button(run, name, files, exhibits[name].title)
         if picture := files.get(f"{name}.png"):

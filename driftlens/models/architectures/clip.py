@@ -194,7 +194,9 @@ class _ClipAdapter:
             # Position ids follow the pixels: a pass in float64 may run on the CPU while the model is on the GPU.
             with buffers_on_device(tower, pixels.device), tap_sites(tower, sites, tap):
                 return {
-                    "hidden": run_until_module(first_block, lambda: call_with_weights(tower, parameters, (pixels,), {}))
+                    "hidden": run_until_module(
+                        first_block, lambda: call_with_weights(tower, parameters, (pixels,), {})
+                    )
                 }
 
         path = prefix + self.embeddings[0].partition(".")[0]

@@ -566,7 +566,9 @@ def record_calls(
     recording, paths = ForwardRecording(), list(blocks)
     returned: tuple[Tensor, int] | None = None
 
-    def check_and_record_input(position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_and_record_input(
+        position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         path = paths[position]
         if position != len(recording.calls):
             raise SpecError(

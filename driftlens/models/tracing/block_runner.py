@@ -419,7 +419,9 @@ class BlockRunner:
             parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(parameters)
         past = self.module.get_submodule(self.final) if self.final else None
         whole = partial(call_with_weights, self.module, parameters, args, kwargs)
-        with replace_outputs((block, call.wrap_output(hidden)) for block, call in zip(self.blocks, calls, strict=True)):
+        with replace_outputs(
+            (block, call.wrap_output(hidden)) for block, call in zip(self.blocks, calls, strict=True)
+        ):
             output = whole() if past is None else run_until_module(past, whole, past=self.is_past)
         return {"hidden": self._model_output_features(output, side.mask("hidden"))}
 

@@ -172,7 +172,9 @@ def sites_in_block(
         for name in candidates
         if name not in calls
         or any(
-            x.dim() == 2 and len(x) != len(state["hidden"]) and (not len(x) or all(len(x) % places for places in whole))
+            x.dim() == 2
+            and len(x) != len(state["hidden"])
+            and (not len(x) or all(len(x) % places for places in whole))
             for x, _, _ in calls[name]
         )
     }

@@ -82,7 +82,9 @@ def draw_layer_curves(
     rows = picking.add_layer_names(run, rows)
     placed: dict[str, Any] = {"titles": [*map(words.escaped_label, tasks)]}
     if len(kinds) > 1:
-        titles = [f"{words.escaped_label(task, words.LONGEST_OF_TWO)}: {kind.name}" for task in tasks for kind in kinds]
+        titles = [
+            f"{words.escaped_label(task, words.LONGEST_OF_TWO)}: {kind.name}" for task in tasks for kind in kinds
+        ]
         placed = {"titles": titles, "columns": len(kinds), "height": 150}
     grid = panels.panel_grid(
         **{**placed, **settings},

@@ -412,4 +412,6 @@ def _bound_usage_sentence(rows: pd.DataFrame) -> str:
     over = int((measured[_ACTUAL] > measured["certified"] * (1 + 1e-6)).sum())
     medians = measured.drop_duplicates("variant").set_index("variant")[_USE]
     used = words.join_by_variant(medians.astype(float).map(format_percent).items())
-    return f"{pluralize(over, 'sample')} of {len(measured)} above the certified bound. Median share of it used: {used}."
+    return (
+        f"{pluralize(over, 'sample')} of {len(measured)} above the certified bound. Median share of it used: {used}."
+    )

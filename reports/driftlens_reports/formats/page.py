@@ -295,5 +295,7 @@ def _score_bar_svg(head: Headline) -> Markup:
 
 
 def _bar_label(head: Headline) -> str:
-    models = ", ".join(f"{tile_label(name)} {format_value(mean.value, head.kind)}" for name, mean in head.tiles.items())
+    models = ", ".join(
+        f"{tile_label(name)} {format_value(mean.value, head.kind)}" for name, mean in head.tiles.items()
+    )
     return strip_control_chars(f"{head.measure} on one scale: {models}")

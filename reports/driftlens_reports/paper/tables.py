@@ -168,7 +168,9 @@ def _score_table_rows(
     return _mark_significant_best(run, lines, metrics)
 
 
-def _mark_significant_best(run: DriftRun, lines: Sequence[_TableRow], metrics: Mapping[str, Metric]) -> list[_TableRow]:
+def _mark_significant_best(
+    run: DriftRun, lines: Sequence[_TableRow], metrics: Mapping[str, Metric]
+) -> list[_TableRow]:
     """Mark the best cell of each column if its paired lead over the next best is significant."""
     rivals = [line for line in lines if line.variant not in ("base", "expert")]
     columns = {_task_column_header(task, metric): [task] for task, metric in metrics.items()} | {AVERAGE: [*metrics]}
@@ -252,7 +254,9 @@ def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
             if not check.where:
                 name = ", ".join(filter(None, [check.metric, block]))
                 missing.append(MissingPart(name, f"`{self_check_command(check.metric)}` measures it"))
-    caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
+    caption = (
+        "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
+    )
     note = "A check that was not measured does not count as holding."
     return _finish_tables("self-checks", "Check", [lines], caption, runs, [note], missing)
 
@@ -380,7 +384,9 @@ def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[st
     below = " ".join(map(sentence_latex, notes))
     below = f"\\par\\smallskip{{\\footnotesize\\raggedright {below}\\par}}\n" if below else ""
     if frame.empty:
-        head = f"{_NEEDS}\\begin{{table}}[t]\n\\centering\n\\caption{{{sentence_latex(caption)}}}\n\\label{{{label}}}\n"
+        head = (
+            f"{_NEEDS}\\begin{{table}}[t]\n\\centering\n\\caption{{{sentence_latex(caption)}}}\n\\label{{{label}}}\n"
+        )
         return f"{head}{below}\\end{{table}}\n"
     width = sum(
         3 + max(len(_COMMAND.sub("", str(text))) for text in (head, *frame.iloc[:, place]))

@@ -154,7 +154,9 @@ def spec_of(world: World, reads: str, form: Any = "open_clip", **settings: Any) 
     return world.spec(form, merge=merge, metrics={"jacobian": False}, heads=None)
 
 
-def test_the_spec_and_preflight_know_it_and_its_settings(toy: str, world: World, spec_file: Path, run_cli: Cli) -> None:
+def test_the_spec_and_preflight_know_it_and_its_settings(
+    toy: str, world: World, spec_file: Path, run_cli: Cli
+) -> None:
     text = found(check(spec_of(world, toy)), "ok", "merge").text
     assert text.startswith(f"Toy of {toy} (arXiv:0000.0000), share {SHARE}; it reads {READS[toy]}")  # type: ignore[index]
     others = {"site": "Simple Averaging", "moments": "Other"}

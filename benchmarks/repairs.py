@@ -222,7 +222,7 @@ def spec_of(suite: str, seed: int, device: str, place: pathlib.Path, samples: in
     }
     defaults = {"n": samples, "n_test": "all", "seed": seed}
     if suite == "embedded":
-        from driftlens.config.run import load_spec
+        from driftlens.config.spec import load_spec
         from driftlens.demo import spec_file
 
         spec: Any = load_spec(spec_file("image")).model_dump(exclude_unset=True, mode="json")

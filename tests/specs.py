@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.utils.errors import SpecError
 
 

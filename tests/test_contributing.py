@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import driftlens as dl
 from driftlens.calibration.calibrator import calibrators
 from driftlens.cli import app
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.engine.calibrating import LinearProblem
 from driftlens.linalg.ridge import LinearMoments
 from driftlens.models.chain import Site, adapters

@@ -98,18 +98,18 @@ def _set_global_options(
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
     # A program that parses JSON lines of progress cannot parse plain log lines between them.
-    handler.setFormatter(_JsonLines() if progress == "jsonl" and not quiet else _PlainLines())
+    handler.setFormatter(_JsonLogFormatter() if progress == "jsonl" and not quiet else _PlainLogFormatter())
     logger = logging.getLogger("driftlens")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
 
 
-class _PlainLines(logging.Formatter):
+class _PlainLogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return sanitize_text(record.getMessage())
 
 
-class _JsonLines(logging.Formatter):
+class _JsonLogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps({"event": "log", "level": record.levelname.lower(), "message": record.getMessage()})
 

@@ -36,7 +36,7 @@ from driftlens.utils.errors import SpecError
 from driftlens.utils.variants import calibrated_variant
 
 if TYPE_CHECKING:
-    from driftlens.config.run import RunSpec
+    from driftlens.config.spec import RunSpec
     from driftlens.runs.run import DriftRun
 
 SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Run spec; see `driftlens init`.")]
@@ -139,7 +139,7 @@ def _init(
 @add_request_flags
 def _validate(spec: SpecFile, request: PreflightRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Check a spec, its checkpoints and its data, and estimate memory and disk."""
-    from driftlens.config.run import load_spec
+    from driftlens.config.spec import load_spec
     from driftlens.pipelines.validate import preflight
 
     with limit_threads(manner.threads):
@@ -166,7 +166,7 @@ def _analyze(
 
     Given a run directory, add missing scores and the attribution of drift to layers, and with --add diagnostics.
     """
-    from driftlens.config.run import load_spec
+    from driftlens.config.spec import load_spec
     from driftlens.pipelines.analyze import analyze as run_analysis, measure_missing_parts
 
     if source.is_dir():
@@ -198,7 +198,7 @@ def _merge(
 
     With --out alone, the spec's own merge is used. Data are read only if a comparison or a method needs them.
     """
-    from driftlens.config.run import load_spec
+    from driftlens.config.spec import load_spec
     from driftlens.experiment.merging import merge_and_save
 
     method, out, merges = request.method, request.out, comparison.merges

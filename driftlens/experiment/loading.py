@@ -29,7 +29,7 @@ from driftlens.checkpoints.loading import (
 from driftlens.checkpoints.lora import LoraSource, lora_base_model
 from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource, cast_source
 from driftlens.config.packaged import PublishedTask, published_task
-from driftlens.config.run import FileHead, Head, LinearHeadSpec
+from driftlens.config.spec import FileHead, Head, LinearHeadSpec
 from driftlens.data.samples import SampleSet, unequal_count_notice
 from driftlens.data.task_data import TaskData, normalize_name, open_task_data, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -69,7 +69,7 @@ from driftlens.utils.registry import resolve_settings
 from driftlens.utils.variants import METRICS, baseline_variant, expert_name, safe_file_name, task_of_expert
 
 if TYPE_CHECKING:
-    from driftlens.config.run import RunSpec
+    from driftlens.config.spec import RunSpec
 
 
 @dataclass(frozen=True)

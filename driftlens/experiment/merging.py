@@ -28,7 +28,7 @@ from driftlens.checkpoints.tensor_sources import (
     stored_change,
 )
 from driftlens.config.requests import MergeRequest
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data.altered import append_views
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import LayerMap
@@ -50,7 +50,7 @@ from driftlens.utils.files import PathLike, scratch_folder
 from driftlens.utils.variants import ModelChange, expert_name, saving_loss_text, task_of_expert
 
 if TYPE_CHECKING:
-    from driftlens.config.run import RunSpec
+    from driftlens.config.spec import RunSpec
 
 PHASE = "merge"
 # Elements passed to an `entry` method at a time: the largest tensors of twenty experts may not fit into

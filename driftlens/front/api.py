@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from driftlens.calibration.calibrator import Calibrator
-    from driftlens.config.run import RunSpec
+    from driftlens.config.spec import RunSpec
     from driftlens.pipelines.validate import PreflightReport
     from driftlens.results.formatting import Table
     from driftlens.results.projection import Projection
@@ -357,7 +357,7 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: JobArgume
         request: by keywords, fields of `ComparisonRequest`: merges, out, ...
         around: by keywords, fields of `JobArguments`.
     """
-    from driftlens.config.run import load_spec
+    from driftlens.config.spec import load_spec
     from driftlens.pipelines.compare_merges import compare_merges as compared, resolve_merges
     from driftlens.utils.files import require_unused_path
     from driftlens_reports.merges import merge_ranking_table, write_merge_ranking
@@ -386,7 +386,7 @@ def validate(spec: SpecLike, request: PreflightRequest, around: JobArguments) ->
         request: by keywords, fields of `PreflightRequest`.
         around: by keywords, fields of `JobArguments`.
     """
-    from driftlens.config.run import load_spec
+    from driftlens.config.spec import load_spec
     from driftlens.pipelines.validate import preflight
 
     return preflight(load_spec(spec, request.overrides), request, around.access)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.requests import AnalysisRequest
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data.samples import DRAWN_BY, halve_batch_on_oom
 from driftlens.engine.pool import Attachments, attachments_from_tensors
 from driftlens.experiment.loading import OpenModels, calibration_settings, open_study
@@ -65,7 +65,7 @@ from driftlens.utils.registry import ColumnSchema, Diagnostic, diagnostics, enab
 from driftlens.utils.variants import calibrated_variant, has_attribution
 
 if TYPE_CHECKING:
-    from driftlens.config.run import RunSpec
+    from driftlens.config.spec import RunSpec
     from driftlens.data.sources import Picture
 
 # The merged model that a run has made, in the base's key names and dtypes.

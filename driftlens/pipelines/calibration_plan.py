@@ -71,7 +71,7 @@ from driftlens.utils.variants import (
 )
 
 if TYPE_CHECKING:
-    from driftlens.config.run import Calibration
+    from driftlens.config.spec import Calibration
 
 # The file of adapters in a saved folder.
 _ATTACHED_FILE = "attachments.safetensors"

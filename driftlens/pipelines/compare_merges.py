@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from driftlens.calibration.automatic import HeldOutScores, fold_ranges
-from driftlens.config.run import RunSpec
+from driftlens.config.spec import RunSpec
 from driftlens.data.samples import SampleSet, select_samples
 from driftlens.experiment.loading import open_study
 from driftlens.experiment.merging import merge_to_files

@@ -26,7 +26,7 @@ from driftlens.checkpoints.loading import (
     read_json,
 )
 from driftlens.checkpoints.unsupported import detect_family, detect_loader, has_image_processor, loader_hint
-from driftlens.config.run import (
+from driftlens.config.spec import (
     MergekitRecipe,
     RunSpec,
     is_mergekit_recipe,

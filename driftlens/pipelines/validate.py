@@ -20,7 +20,7 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import SMALL_FILE, StateSource
 from driftlens.config.requests import CalibrationRequest, PreflightRequest
-from driftlens.config.run import RunSpec, TextHead
+from driftlens.config.spec import RunSpec, TextHead
 from driftlens.data.samples import random_subset
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import require_same_parameters

@@ -18,7 +18,7 @@ from driftlens_reports.charts.words import split_overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, table_from_frame
 from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import interactive_page, light_page, static_figures
-from driftlens_reports.formats.texts import csv_files, latex_tables_by_file, report_json, report_markdown
+from driftlens_reports.formats.text_formats import csv_files, latex_tables_by_file, report_json, report_markdown
 from driftlens_reports.sections import (
     PRESETS,
     TITLES,

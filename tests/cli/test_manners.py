@@ -25,7 +25,7 @@ import torch
 
 from driftlens.cli.app import handle_stop_signal
 from driftlens.config.packaged import packaged_names
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.runs.run import DriftRun, open_run, resume_command
 from driftlens.utils.errors import Cancelled, SpecError, add_error_context
 from driftlens_reports.charts.chart import charts
@@ -363,7 +363,7 @@ JOBS = {
 
 @pytest.fixture
 def spec(world: Any, spec_file: Path) -> Path:
-    from driftlens.config.run import load_spec
+    from driftlens.config.spec import load_spec
 
     spec_file.write_text(load_spec(world.spec()).dump())
     return spec_file

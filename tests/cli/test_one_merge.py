@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.merging.method import merge_methods
 from driftlens.utils.errors import NumericsError, RunError, SpecError
 from tests.cli.conftest import Cli

@@ -11,7 +11,7 @@ import pytest
 import transformers
 import yaml
 
-from driftlens.config.run import load_spec, parse_recipe
+from driftlens.config.spec import load_spec, parse_recipe
 from driftlens.data.rows import infer_data_entry
 from driftlens.demo import PROBES
 from driftlens.pipelines.quickstart import draft_spec, models_by_role

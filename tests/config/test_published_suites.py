@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from driftlens.config.packaged import packaged_names, published_task
-from driftlens.config.run import RunSpec, TextHead, load_spec
+from driftlens.config.spec import RunSpec, TextHead, load_spec
 from driftlens.data.task_data import normalize_name
 from driftlens.experiment.loading import head_classes, open_heads
 from driftlens.models.heads import TextTower

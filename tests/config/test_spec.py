@@ -17,7 +17,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from driftlens.config.data import ImageFolderData
 from driftlens.config.packaged import packaged_names, spec_template
-from driftlens.config.run import RunSpec, load_spec
+from driftlens.config.spec import RunSpec, load_spec
 from driftlens.config.types import parse_yaml, to_yaml
 from driftlens.data.sources import data_sources
 from driftlens.models.architecture import loaders
@@ -202,7 +202,7 @@ def test_any_other_value_changes_the_digest(override: str) -> None:
 
 @pytest.mark.slow
 def test_the_digest_is_equal_under_any_hash_seed() -> None:
-    script = "import json, sys; import driftlens.config.run as s; print(s.load_spec(json.load(sys.stdin)).digest())"
+    script = "import json, sys; import driftlens.config.spec as s; print(s.load_spec(json.load(sys.stdin)).digest())"
     digests = {
         subprocess.run(
             [sys.executable, "-c", script],

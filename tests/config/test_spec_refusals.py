@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.utils.errors import SpecError
 from tests.refusing import refusing
 from tests.specs import minimal, refused

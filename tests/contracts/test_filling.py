@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.config.run import Metrics
+from driftlens.config.spec import Metrics
 from driftlens.runs.schema import ATTRIBUTED, EXPLAIN, LAYERS, TABLES
 from driftlens.utils.registry import diagnostics
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from driftlens.config.data import TaskData as TaskEntry
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.utils.distributed import Permissions
 

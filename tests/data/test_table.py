@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from driftlens.config.data import DataDefaults
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.data.task_data import open_task_data
 from driftlens.models.texts import TextSample

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from driftlens.config.data import DataDefaults, fill_template, template_fields
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.config.types import to_yaml
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data

@@ -14,7 +14,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.config.data import Views
 from driftlens.config.requests import CalibrationRequest
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data import altered as views_of
 from driftlens.data.altered import append_views
 from driftlens.data.samples import SampleSet, SampleTexts, select_samples

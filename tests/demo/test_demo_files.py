@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens.demo
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data.samples import random_order
 from driftlens.demo import PROBES, spec_file
 from tests.quick import few

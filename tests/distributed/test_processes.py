@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.cli import DISTRIBUTED, run_command_line
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.runs.manifest import read_manifest, read_status
 from driftlens.runs.run import DriftRun, open_run
 from tests.distributed.processes import SECONDS, ended, exit_codes, said, started, torchrun

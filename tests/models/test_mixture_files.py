@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from driftlens.checkpoints.alignment import FileLayoutSource, KeyLayout, concat_pattern, expand_concat_pattern
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import StateSource
-from driftlens.config.run import RunSpec, load_spec
+from driftlens.config.spec import RunSpec, load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
 from driftlens.models.architecture import build_on_meta

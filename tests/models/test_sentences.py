@@ -18,7 +18,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.checkpoints.loading import open_checkpoint, read_pooling, sentence_modules
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import iter_final_features

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.config.requests import PreflightRequest
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.experiment.sanity_checks import Finding
 from driftlens.pipelines.validate import PreflightReport, preflight
 from tests.zoo.world import Weights, World

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.config.run import RunSpec, load_spec
+from driftlens.config.spec import RunSpec, load_spec
 from driftlens.experiment.loading import OpenModels, build_study, open_models
 from driftlens.experiment.sanity_checks import check_model_files
 from driftlens.experiment.study import Study

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.experiment.loading import open_study
 from driftlens.models.texts import generate, log_likelihoods
 from driftlens.pipelines.analyze import analyze

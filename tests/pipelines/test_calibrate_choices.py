@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import driftlens as dl
 from driftlens.config.requests import CalibrationRequest
-from driftlens.config.run import Calibration
+from driftlens.config.spec import Calibration
 from driftlens.pipelines.calibrate import calibrate, prepare_calibration
 from driftlens.pipelines.calibration_plan import resolve_calibrator
 from driftlens.runs.manifest import sample_ids_digest

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import StateSource
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.sanity_checks import Finding, check_model_files, check_weights
 from driftlens.pipelines.validate import PreflightReport

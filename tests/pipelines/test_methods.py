@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from driftlens.cli import app
 from driftlens.config.requests import CalibrationRequest
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.pipelines.calibrate import prepare_calibration
 from driftlens.pipelines.model_selection import NamedMethod
 from driftlens.pipelines.sweep import compare_methods, resolve_calibrators

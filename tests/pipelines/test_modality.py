@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.engine.walk import capture
 from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.demo import spec_file
 from driftlens.pipelines.validate import preflight
 from tests.quick import few

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
 from driftlens.experiment.sanity_checks import check_model_files, check_weights

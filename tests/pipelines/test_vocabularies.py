@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.experiment.loading import OpenModels, open_models, open_pool
 from driftlens.pipelines.validate import preflight
 from driftlens.utils.distributed import Permissions

@@ -15,9 +15,9 @@ from PIL import Image
 import driftlens.cli as cli
 from driftlens.checkpoints import loading
 from driftlens.checkpoints.loading import read_config
-from driftlens.config import run as spec_run, types
+from driftlens.config import spec as spec_run, types
 from driftlens.config.requests import MOST_DRAWS, Modules
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.data.sources import read_image
 from driftlens.merging import method
 from driftlens.models import architecture

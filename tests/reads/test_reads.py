@@ -28,7 +28,7 @@ from typer.main import get_command
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.cli import run_command_line as run_command
 from driftlens.cli.app import app
-from driftlens.config.run import is_mergekit_recipe, load_spec, parse_recipe
+from driftlens.config.spec import is_mergekit_recipe, load_spec, parse_recipe
 from driftlens.data.sources import open_split
 from driftlens.experiment.loading import open_architecture
 from driftlens.models.preprocessing import hf_text_preprocess

@@ -14,7 +14,7 @@ import yaml
 
 import driftlens.cli as cli
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.config.run import load_spec, parse_recipe
+from driftlens.config.spec import load_spec, parse_recipe
 from driftlens.config.types import MOST_CHARACTERS, parse_yaml
 from driftlens.utils.errors import CheckpointError, DataError, SpecError, sanitize_text
 from driftlens.utils.files import parse_json

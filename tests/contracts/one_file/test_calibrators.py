@@ -19,7 +19,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
 from driftlens.config.requests import AnalysisRequest
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.diagnostics.attribution import BackwardSweep, JacobianSettings
 from driftlens.engine.walk import decompose, walk
 from driftlens.linalg.state import stack_states, state_norms, subtract_states

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.config.run import load_spec
+from driftlens.config.spec import load_spec
 from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS

@@ -20,7 +20,7 @@ from driftlens.results.formatting import NO_VALUE, Column, Table
 from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import VERSION, ReportContent
-from driftlens_reports.formats.texts import (
+from driftlens_reports.formats.text_formats import (
     escape_markdown,
     latex_tables_by_file,
     report_markdown,

@@ -413,7 +413,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "CrossMomentSum", lambda cross: lambda *given, **options: cross(*given, **options | {"alpha": 1.0})
         ),
         "expert_outputs_with_their_bias": SUMS(
-            "_stacked_biases_or_zeros", lambda bias: lambda *given: torch.zeros_like(bias(*given))
+            "stack_site_biases", lambda bias: lambda *given: torch.zeros_like(bias(*given))
         ),
         "norm_of_half_a_matrix": put(gram.GramSum, "norm", lambda norm: lambda self: norm(self) / 2),
         "bias_of_the_merged_weight": bias_of_the_merged_weight,

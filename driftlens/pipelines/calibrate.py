@@ -77,7 +77,7 @@ from driftlens.runs.run import (
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.devices import to_float64
 from driftlens.utils.distributed import ALONE, JobContext, ProgressReporter
-from driftlens.utils.errors import RunError, SpecError
+from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import PathLike, parse_json, write_json_atomic
 from driftlens.utils.intervals import standard_error, t_quantile
 from driftlens.utils.registry import resolve_settings
@@ -288,7 +288,13 @@ class _CalibrationJob:
         self.team.run_on_main(lambda: self.scratch.write_settings(begun))
         if replaces:
             # Solve everything first: a failed solve must leave the old calibration.
-            run_phase(writer, f"{plan.phase}:solve", self._solve_layers, study, again=True, sums=True)
+            try:
+                run_phase(writer, f"{plan.phase}:solve", self._solve_layers, study, again=True, sums=True)
+            except DriftLensError as error:
+                if self.team.is_main_process and not isinstance(error, Cancelled | RunError):
+                    # The old one is kept, and resuming would only fail again.
+                    self.scratch.remove()
+                raise
             on_main_process(self.team, writer, self._remove_old_calibration)
         # From here until `finish_variants`, readers ignore the rows of these variants.
         writer.begin_variants(plan.variants)

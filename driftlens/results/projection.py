@@ -191,7 +191,7 @@ def compute_layout(rows: Array, method: Method, seed: int) -> tuple[Array, dict[
     plane = np.pad(reduced, ((0, 0), (0, max(0, 2 - reduced.shape[1]))))
     if method != "pca":
         variance = None
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
+        with warnings.catch_warnings(action="ignore"):
             plane = _umap_or_tsne_layout(plane, method, seed, parameters)
     how = {"method": method, "parameters": parameters, "explained_variance": variance, "notes": tuple(notes)}
     return plane[places], how

@@ -205,6 +205,7 @@ class Manifest:
         sample_origins: digest of the data behind the ids, by split and task; empty in older runs.
         phases: by name, in the order of the work.
         files: by path relative to the run directory.
+        rewriting: new entries of files that are being replaced; either entry may be valid.
         attached: scores measured by other tools: variant, file, its digest, tool, tasks; by variant and file.
         warnings: facts that may invalidate the numbers.
     """
@@ -243,6 +244,7 @@ class Manifest:
     sample_origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     phases: Mapping[str, PhaseInfo] = field(default_factory=dict)
     files: Mapping[str, FileInfo] = field(default_factory=dict)
+    rewriting: Mapping[str, FileInfo] = field(default_factory=dict)
     attached: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     notices: Sequence[str] = ()

@@ -14,7 +14,7 @@ from driftlens.runs.manifest import ENTRIES, MANIFEST, manifest_is_intact, read_
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, ColumnSchema
 from driftlens.runs.tables import stored_columns
-from driftlens.runs.writer import is_unchanged_file, run_files
+from driftlens.runs.writer import is_unchanged_file, recover_manifest, run_files
 from driftlens.utils.errors import pluralize
 
 
@@ -37,7 +37,8 @@ def verify_files(path: str | pathlib.Path) -> VerifyResult:
     """Compare the SHA-256 digests of a run's files with its manifest; logs and status are not checked."""
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
-    listed = manifest.files
+    # A writer that died while replacing a file leaves either the old or the new one, complete.
+    listed = recover_manifest(folder, manifest).files
     files = set(run_files(folder))
     present = sorted(files.intersection(listed))
     changed = [name for name in present if not is_unchanged_file(folder / name, listed[name])]

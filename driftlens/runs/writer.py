@@ -9,7 +9,7 @@ import pathlib
 import platform
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self
@@ -220,7 +220,6 @@ class RunWriter:
         self._lock = lock
         self._status = RunStatus("running")
         self._posted = float("-inf")
-        self._unlisted: list[str] = []
 
     @classmethod
     def create(
@@ -269,7 +268,7 @@ class RunWriter:
         def _read_manifest_to_resume() -> Manifest:
             manifest = read_manifest(folder)
             refuse_newer_schema(manifest.schema_version, folder / MANIFEST, minor=True)
-            return replace(manifest, schema_version=SCHEMA_VERSION)
+            return replace(recover_manifest(folder, manifest), schema_version=SCHEMA_VERSION)
 
         return cls._lock_and_start(folder, "resumed", _read_manifest_to_resume)
 
@@ -362,7 +361,11 @@ class RunWriter:
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
 
     def _list_files_and_finish(self) -> None:
-        self._list_files(run_files(self.folder), finished=utc_now())
+        # These keep their entries: nothing was written to them since.
+        listed = dict(self.manifest.files)
+        new = [relative for relative in run_files(self.folder) if relative not in listed]
+        listed.update({relative: _describe_file(self.folder / relative) for relative in new})
+        self._save(files=dict(sorted(listed.items())), finished=utc_now())
         append_event(self.folder, "finished")
         self.status("done")
 
@@ -381,14 +384,17 @@ class RunWriter:
             failure, last = RunFailure.of(error), self._status
             self.status(_state_after_error(error), phase=last.phase, done=last.done, total=last.total, error=failure)
             append_event(self.folder, _state_after_error(error), **asdict(failure))
-            self._list_files(self._unlisted)
+            self._save()
 
     def _record_phase(self, name: str, phase: PhaseInfo) -> None:
         self.update_manifest(phases={name: phase})
         self.event("phase", name=name, state=phase.state, seconds=phase.seconds)
 
     def update_manifest(self, **entries: Any) -> None:
-        """Update manifest fields: mappings are merged, sequences extended by what is new, other values replaced."""
+        """Update manifest fields: mappings are merged, sequences extended, other values replaced.
+
+        Mappings are merged, sequences extended by what is new, everything else is set.
+        """
         self._save(**{name: _merge_entries(getattr(self.manifest, name), value) for name, value in entries.items()})
 
     def warn(self, text: str) -> None:
@@ -477,15 +483,23 @@ class RunWriter:
 
     @contextmanager
     def file(self, relative: str) -> Iterator[pathlib.Path]:
-        """Yield a temporary path to write to; it replaces the run's file `relative` on success."""
+        """Yield a temporary path to write to; it replaces the run's file `relative` on success.
+
+        A listed file stays listed. File and manifest can't be replaced in one step, so in between the manifest
+        describes both the old and the new file.
+        """
         # Before a folder is made that may belong to another run.
         self._lock.require_own_folder()
-        if relative in self.manifest.files:
-            # File and manifest can't be replaced in one step, so the file is listed again when the writer ends.
-            self._unlisted.append(relative)
-            self._save(files=_without_names(self.manifest.files, [relative]))
+        is_listed = relative in self.manifest.files
         with atomic_path(self.folder / relative) as written:
             yield written
+            if is_listed:
+                new = _describe_file(written)
+                self._save(rewriting={relative: new})
+        if is_listed:
+            # Saved with the next entry; until then `rewriting` on disk describes the file.
+            files = {**self.manifest.files, relative: new}
+            self.manifest = replace(self.manifest, files=files, rewriting={})
 
     def begin_variants(self, variants: Sequence[str]) -> None:
         """Hide variants from readers of the run until `finish_variants`, while their rows are written."""
@@ -540,14 +554,6 @@ class RunWriter:
         with self.file(path.relative_to(self.folder).as_posix()) as written:
             pq.write_table(rows, written)
 
-    def _list_files(self, files: Iterable[str], **changes: Any) -> None:
-        """List the files that the manifest lacks; listed ones were not written to since."""
-        listed = dict(self.manifest.files)
-        for relative in files:
-            if relative not in listed and (self.folder / relative).is_file():
-                listed[relative] = _describe_file(self.folder / relative)
-        self._save(files=dict(sorted(listed.items())), **changes)
-
     def _save(self, **changes: Any) -> None:
         self._lock.require_own_folder()
         self.manifest = replace(self.manifest, **changes)
@@ -578,13 +584,12 @@ def attach_file(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path
     # Before the lock, which would leave a file in a folder that is no run.
     read_manifest(folder)
     with RunLock(folder) as lock:
-        writer = RunWriter(folder, read_manifest(folder), lock)
-        try:
-            with writer.file(relative) as written:
-                yield written
-                lock.require_own_folder()
-        finally:
-            writer._list_files([relative])
+        writer = RunWriter(folder, recover_manifest(folder, read_manifest(folder)), lock)
+        with writer.file(relative) as written:
+            yield written
+            lock.require_own_folder()
+            new = _describe_file(written)
+        writer._save(files=dict(sorted({**writer.manifest.files, relative: new}.items())))
 
 
 def remove_tree(entry: pathlib.Path) -> None:
@@ -667,3 +672,16 @@ def is_unchanged_file(path: pathlib.Path, described: FileInfo) -> bool:
         return path.stat().st_size == described.bytes and file_sha256(path) == described.sha256
     except OSError as error:
         raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error
+
+
+def recover_manifest(folder: pathlib.Path, manifest: Manifest) -> Manifest:
+    """Correct manifest entries of files that were being replaced when the writer died.
+
+    A file that is neither the old nor the new one keeps its old entry, so that `verify` reports it.
+    """
+    replaced = {
+        name: new
+        for name, new in manifest.rewriting.items()
+        if (folder / name).is_file() and is_unchanged_file(folder / name, new)
+    }
+    return replace(manifest, files={**manifest.files, **replaced}, rewriting={})

@@ -16,6 +16,7 @@ STATED = (
     "variants",
     "unfinished",
     "models",
+    "rewriting",
     "sample_id_digests",
     "spec_digest",
     "warnings",

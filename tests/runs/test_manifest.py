@@ -40,6 +40,7 @@ def filled(full: DriftRun) -> Manifest:
         changes={"expert:cars": {"dtype": "bfloat16", "entries": 4, "changed": 2, "lost": 1}},
         attached={"merged results.json": {"variant": "merged", "tasks": ["mmlu"]}},
         unfinished=("merged",),
+        rewriting={"tables/layers.parquet": full.manifest.files["tables/layers.parquet"]},
         warnings=("cars: a warning",),
         notices=("a notice",),
     )

@@ -55,19 +55,19 @@ with RunWriter.resume(sys.argv[1]) as writer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before it is written", "before it lands", "after it has landed"])
-def test_a_killed_writer_leaves_one_table_to_list_and_the_next_one_lists_it(own: Path, moment: str) -> None:
+def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: Path, moment: str) -> None:
     before = read_manifest(own).files
     with process(KILLED.format(moment=moment, row=ROW), own) as writer:
         writer.kill()
         writer.wait()
     has_landed = moment == "after it has landed"
     assert ("top5" in set(open_run(own).accuracy()["metric"])) == has_landed
-    assert set(before) - set(read_manifest(own).files) == {ACCURACY}
-    assert verify_files(own).ok and ACCURACY in verify_files(own).unlisted
+    assert set(read_manifest(own).files) == set(before)
+    assert verify_files(own).ok and verify_files(own).checked == len(before) + 1
     RunWriter.resume(own).__exit__(None, None, None)
     after = read_manifest(own)
     assert {name for name in before if before[name] != after.files[name]} == ({ACCURACY} if has_landed else set())
-    assert verify_files(own).ok and not verify_files(own).unlisted
+    assert verify_files(own).ok and not after.rewriting
 
 
 @pytest.mark.parametrize("call", range(4))
@@ -100,8 +100,21 @@ def test_a_table_that_nobody_touches_keeps_its_entry_while_a_calibration_is_take
         assert read_manifest(own).files == before
 
 
+@pytest.mark.slow
+def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: Path) -> None:
+    with process(KILLED.format(moment="before it lands", row=ROW), own) as writer:
+        writer.kill()
+        writer.wait()
+    shutil.copy(own / "tables/layers.parquet", own / ACCURACY)
+    assert verify_files(own).changed == (ACCURACY,)
+    RunWriter.resume(own).__exit__(None, None, None)
+    assert verify_files(own).changed == (ACCURACY,)
+
+
 @pytest.mark.parametrize("call", range(3))
-def test_an_attached_file_is_whole_while_it_is_replaced(own: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_an_attached_file_stays_listed_while_it_is_replaced(
+    own: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
     with attach_file(own, "reports/report.html") as path:
         path.write_text("first")
     before = read_manifest(own).files
@@ -109,10 +122,10 @@ def test_an_attached_file_is_whole_while_it_is_replaced(own: Path, monkeypatch: 
         patch.setattr(writing, "write_manifest", stopping(writing.write_manifest, call))
         with suppress(KeyboardInterrupt), attach_file(own, "reports/report.html") as path:
             path.write_text("second")
-    assert set(before) - set(read_manifest(own).files) <= {"reports/report.html"} and verify_files(own).ok
-    with attach_file(own, "reports/report.html") as path:
-        path.write_text("third")
-    assert verify_files(own).ok and not verify_files(own).unlisted
+    assert set(read_manifest(own).files) == set(before) and verify_files(own).ok
+    with attach_file(own, "reports/figure.svg") as path:
+        path.write_text("figure")
+    assert verify_files(own).ok and not verify_files(own).unlisted and not read_manifest(own).rewriting
 
 
 Work = Callable[[RunWriter], Any]

@@ -190,7 +190,7 @@ def _find_weights_file(folder: pathlib.Path) -> pathlib.Path:
     there = shorten_list(sorted(entry.name for entry in folder.iterdir())) or "nothing"
     raise CheckpointError(
         f"{folder} holds no weights; found {there}",
-        hint=f"Expected one of {', '.join(WEIGHT_FILES)}; give other files by path.",
+        hint=f"Expected one of {', '.join(WEIGHT_FILES)}. If the file has another name, give its path.",
     )
 
 

@@ -81,8 +81,7 @@ DataPaths = Annotated[
     typer.Option(
         "--data",
         metavar="[TASK=]PATH",
-        help="JSON lines, a table, .npz or an image folder, labels optional; once for all experts or per expert. "
-        "Default: built-in samples.",
+        help="JSON lines, a table, .npz or an image folder, labels optional; once for all experts or per expert.",
     ),
 ]
 Overrides = Annotated[
@@ -102,12 +101,12 @@ def _init(
     ] = None,
     data: DataPaths = None,
     out: Annotated[Path, typer.Option(help="Output file; `-` is stdout.")] = Path("run.yaml"),
-    template: Annotated[str, typer.Option(help="generic, clip-ta or clip-8, without models.")] = "generic",
+    template: Annotated[str, typer.Option(help="generic, clip-8, llama, vit, ...; without models.")] = "generic",
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a run spec: a commented template, or one for given models and data."""
+    """Write a run spec: a commented template, or one for given models and data (default: built-in samples)."""
     from driftlens.config.packaged import spec_template
     from driftlens.utils.files import write_text_atomic
 

@@ -358,7 +358,7 @@ def sample_positions(
     if count > len(left) or not left:
         taken = len(view) - len(left)
         also = f", {taken} of which are calibration samples" if taken else ""
-        hint = f"Set data.{task}.{COUNT_KEYS[split]}: {len(left)} or less, or add samples."
+        hint = f"Set data.{task}.{COUNT_KEYS[split]} to {len(left)} or less, or add samples."
         raise DataError(
             f"task {task}: {n} {split} samples requested, but {view.origin} has {len(view)}{also}",
             hint=hint if left else "Use a separate folder, file or split for calibration.",

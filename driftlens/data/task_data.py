@@ -196,7 +196,10 @@ def build_sample_set(
     drawn_labels = [view.label(position) for position in drawn]
     labels = tuple(label for label in drawn_labels if label is not None) or None
     if labels is not None and len(labels) < len(ids):
-        raise DataError(f"{where}: sample {ids[drawn_labels.index(None)]} has no label, others do")
+        raise DataError(
+            f"{where}: sample {ids[drawn_labels.index(None)]} has no label, others do",
+            hint="Label all samples of the split, or none.",
+        )
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
@@ -426,7 +429,7 @@ def require_same_classes(data: Iterable[str], head: Iterable[str], *, where: str
     parts = [f"; only in {owner}: {shorten_list([*map(repr, names)], 10)}" for owner, names in lists.items() if names]
     raise DataError(
         f"{where}: the classes of data and head differ{''.join(parts)}",
-        hint="Name the classes of the data as in `heads.<task>.classes`. If sub-folders of images "
+        hint="Use the class names of `heads.<task>.classes` in the data. If sub-folders of images "
         "are not classes, set `unlabelled: [calibration]`.",
     )
 

@@ -215,9 +215,9 @@ def _with_names_of(base: StateSource, source: StateSource) -> StateSource:
     found = {key: old for key, old in names.items() if old is not None}
     if 2 * len(found) < len(names):
         raise CheckpointError(
-            f"{source.name} has {len(found)} of the base's {len(names)} tensors; it begins with "
-            f"{shorten_list([*source.headers], 2)}, the base with {shorten_list([*base.headers], 2)}",
-            hint="It has another architecture or file format. Convert it, or give its own base.",
+            f"{source.name} has {len(found)} of the base's {len(names)} tensors; its first are "
+            f"{shorten_list([*source.headers], 2)}, the base's {shorten_list([*base.headers], 2)}",
+            hint="It has another architecture or file format. Convert it, or give the base of its fine-tuning.",
         )
     rest = {key: key for key in source.headers if key not in found.values() and key not in found}
     return rename_keys(source, {**found, **rest})

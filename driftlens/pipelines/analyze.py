@@ -600,7 +600,7 @@ def require_same_models(manifest: Manifest, study: Study, reporter: ProgressRepo
         if study.model_info(name).digest != recorded.digest:
             raise CheckpointError(
                 f"{name} differs from the run's: {study.pool.source(name).name} has changed",
-                hint="Restore that model, or analyze the present ones into a new run.",
+                hint="Restore that model, or analyze the current models into a new run.",
                 model=name,
             )
 
@@ -616,7 +616,7 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
             if list(recorded) != list(samples.ids) or (origin is not None and origin != samples.source_digest()):
                 raise DataError(
                     f"the {split} samples of task {task} differ from the run's: the data has changed",
-                    hint="Restore the data, or analyze the present data into a new run.",
+                    hint="Restore the data, or analyze the current data into a new run.",
                 )
 
 

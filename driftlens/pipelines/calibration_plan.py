@@ -256,11 +256,11 @@ def plan_calibration(request: CalibrationRequest, section: Calibration | None, s
         )
     shrink = request.shrink
     if shrink is not None and not study.has_base:
-        raise SpecError("shrink interpolates with the base, but the run has none", hint="Leave shrink out.")
+        raise SpecError("--interpolate (shrink) needs a base, but the run has none", hint="Leave it out.")
     if shrink is not None and is_trained:
         raise SpecError(
-            f"{method} changes no weights that shrink could interpolate",
-            hint="Leave shrink out, or choose a method that changes weights.",
+            f"{method} changes no weights, so --interpolate (shrink) has no effect",
+            hint="Leave it out, or choose a method that changes weights.",
         )
     return CalibrationPlan(
         request.name,
@@ -303,7 +303,10 @@ def _first_samples(samples: SampleSet | None, count: int | None, task: str) -> S
     """Return the first `count` samples, the same as if only `count` had been sampled."""
     if samples is None or len(samples) < (count or 1):
         available = 0 if samples is None else len(samples)
-        raise DataError(f"task {task} has {available} calibration samples, {count or 'some'} are requested")
+        raise DataError(
+            f"task {task} has {available} calibration samples, but {count or 'some'} are requested",
+            hint="Request fewer samples, or add samples.",
+        )
     return samples if count is None else select_samples(samples, range(count))
 
 

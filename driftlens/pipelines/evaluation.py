@@ -296,7 +296,7 @@ class _TestTexts:
             if math.isnan(numbers[-1]):
                 raise DataError(
                     f"task {samples.task}: the target of test sample {name}, {text.target!r}, is not a number",
-                    hint="spearman ranks numbers. Set another data.TASK.metric.",
+                    hint=f"spearman ranks numbers. Correct the target, or set another data.{samples.task}.metric.",
                 )
         longest = max(len(reader.answer_tokens(text.target)) for text in texts)
         return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)

@@ -107,7 +107,7 @@ def run_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) 
     program = shutil.which("mergekit-yaml")
     if program is None:
         raise SpecError(
-            f"expected the merged model after {recipe}: mergekit-yaml is not installed",
+            f"there is no merged model after {recipe}, and mergekit-yaml is not installed to make it",
             hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
         )
     # The card would ask the Hub.

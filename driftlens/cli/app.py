@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from driftlens.utils.distributed import ALONE, JobContext, Permissions, ProcessG
 from driftlens.utils.errors import Cancelled, sanitize_text
 from driftlens.utils.files import expand_home
 from driftlens.utils.progress import CancelToken
+
+if TYPE_CHECKING:
+    from driftlens.runs.run import DriftRun
 
 app = typer.Typer(
     name="driftlens",
@@ -377,3 +380,23 @@ def cancel_on_signals() -> Iterator[CancelToken]:
         raise
     finally:
         stopped.token = None
+
+
+def show_run(
+    run: DriftRun, *, as_json: bool = False, everyone: bool = False, checklist: Mapping[str, Any] | None = None
+) -> None:
+    """Print the summary of a run (of all models with `everyone`), or its final rows as JSON, after a checklist."""
+    from driftlens.results.measures import findings_frame
+    from driftlens.results.verdict import verdict
+    from driftlens_reports.facts import layer_advice
+    from driftlens_reports.terminal import run_summary_text
+
+    if not as_json:
+        print_result(run_summary_text(run, verbose=manner.verbose, everyone=everyone))
+        return
+    document: dict[str, Any] = {"checklist": checklist} if checklist else {}
+    document |= {name: getattr(run, name) for name in ("id", "name", "path", "tasks", "variants")}
+    document |= {name: getattr(run.manifest, name) for name in ("synthetic", "warnings", "notices")}
+    document |= {"verdict": verdict(run), "findings": findings_frame(run), "accuracy": run.accuracy()}
+    advice = layer_advice(run) if "merged" in run.variants else None
+    print_json({**document, "final": run.layers(layer="final"), "advice": advice})

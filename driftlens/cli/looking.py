@@ -8,44 +8,32 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import JsonFlag, RunFolder, add_request_flags, app, manner, print_json, print_note, print_result
+from driftlens.cli.app import (
+    JsonFlag,
+    RunFolder,
+    add_request_flags,
+    app,
+    print_json,
+    print_note,
+    print_result,
+    show_run,
+)
 from driftlens.config.requests import ExportRequest, ViewRequest, split_names
 from driftlens.utils.errors import ChecksFailedError, DataError, RunError, SpecError
 
 if TYPE_CHECKING:
-    from driftlens.runs.run import DriftRun
     from driftlens_reports.paper.exhibit import ExportedExhibit
 
 _PACKAGES = (
     *("torch", "torchvision", "open_clip_torch", "transformers", "safetensors"),
     *("pandas", "pyarrow", "streamlit"),
 )
-
-
-def show_run(
-    run: DriftRun, *, as_json: bool = False, everyone: bool = False, checklist: Mapping[str, Any] | None = None
-) -> None:
-    """Print the summary of a run (of all models with `everyone`), or its final rows as JSON, after a checklist."""
-    from driftlens.results.measures import findings_frame
-    from driftlens.results.verdict import verdict
-    from driftlens_reports.facts import layer_advice
-    from driftlens_reports.terminal import run_summary_text
-
-    if not as_json:
-        print_result(run_summary_text(run, verbose=manner.verbose, everyone=everyone))
-        return
-    document: dict[str, Any] = {"checklist": checklist} if checklist else {}
-    document |= {name: getattr(run, name) for name in ("id", "name", "path", "tasks", "variants")}
-    document |= {name: getattr(run.manifest, name) for name in ("synthetic", "warnings", "notices")}
-    document |= {"verdict": verdict(run), "findings": findings_frame(run), "accuracy": run.accuracy()}
-    advice = layer_advice(run) if "merged" in run.variants else None
-    print_json({**document, "final": run.layers(layer="final"), "advice": advice})
 
 
 @app.command()

@@ -20,8 +20,8 @@ from driftlens.cli.app import (
     print_json,
     print_note,
     print_result,
+    show_run,
 )
-from driftlens.cli.looking import show_run
 from driftlens.config.requests import (
     AnalysisRequest,
     CalibrationRequest,

@@ -283,7 +283,7 @@ def calibration_context(
     """Return the context for calibrating a study's merged model; `options` set further fields of it."""
     return CalibrationContext(
         study.pool,
-        {task: append_views(drawn) for task, drawn in samples.items()},
+        {task: append_views(drawn) if drawn.views else drawn for task, drawn in samples.items()},
         sites,
         base="base" if study.has_base else None,
         feature_budget=study.settings.feature_budget,

@@ -265,7 +265,7 @@ _VARIABLES = (
 def package_versions() -> dict[str, str]:
     """Return the versions of Python, of numerical packages and of plug-ins, without importing them."""
     packages = {package: version for package in _PACKAGES if (version := package_version(package))}
-    own = {"driftlens": driftlens.__version__}
+    own = {"driftlens": package_version("driftlens-merge") or driftlens.__version__}
     return {
         "python": platform.python_version(),
         **own,

@@ -96,7 +96,7 @@ def test_too_few_samples_are_refused_with_both_counts_and_the_key_to_set(split: 
         drawn(100, 256, split=split)
     assert "task cars: 256" in caught.value.message
     assert "cars.npz has 100" in caught.value.message
-    assert f"data.cars.{key}: 100" in caught.value.hint
+    assert f"data.cars.{key} to 100" in caught.value.hint
 
 
 @pytest.mark.parametrize("n", [1, "all"])

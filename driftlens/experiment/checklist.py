@@ -25,6 +25,7 @@ from driftlens.checkpoints.tensor_sources import StateSource, count_differences,
 from driftlens.experiment.loading import find_lower_adapter
 from driftlens.experiment.sanity_checks import (
     COMPUTED_SETTINGS,
+    LONG,
     READ_CHUNK,
     Finding,
     WeightProducts,
@@ -48,8 +49,6 @@ _TABLES = re.compile(r"(embed_tokens|wte|word_embeddings|tok_embeddings|shared|t
 _HEADS = re.compile(r"(lm_head|embed_out|output_projection)\.weight$")
 # Entries read of each tensor to count what rounding to the stored dtype lost.
 _SAMPLED = 1 << 14
-# Lengths of task vectors differ less than this in one recipe, see `sanity_checks.LONG`.
-_LONG = 4.0
 # A tensor this many times as large as the base's, or as small, was scaled by mistake.
 _OUTLIER = 10.0
 # A merge keeps less than this share of an expert's change only by mistake or by choice.
@@ -134,6 +133,12 @@ class _Statistics:
     broken: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     is_matrix: dict[str, bool] = field(default_factory=dict)
     num_changed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def expert_positions(self) -> dict[str, int]:
+        """The row of every expert, by task."""
+        tasks = {task_of_expert(name): position for position, name in enumerate(self.names)}
+        return {task: position for task, position in tasks.items() if task is not None}
 
     def sum_over(self, keys: Collection[str]) -> Tensor:
         """Return the inner products over these tensors."""
@@ -362,8 +367,7 @@ def _read_statistics(sources: Mapping[str, StateSource]) -> _Statistics:
     """Read all tensors that the base and every model share, in pieces, and sum up what the checks need."""
     names, base = tuple(sources), next(iter(sources.values()))
     statistics = _Statistics(names, changes={name: ModelChange("") for name in names[1:]})
-    first = int(names[0] == "base")
-    num_experts = sum(task_of_expert(name) is not None for name in names[first:])
+    first, num_experts = int(names[0] == "base"), len(statistics.expert_positions)
     for key, header in base.headers.items():
         present = [name for name in names if key in sources[name].headers]
         has_same_shape = all(sources[name].headers[key].shape == header.shape for name in present)
@@ -486,9 +490,8 @@ def _check_lengths(statistics: _Statistics) -> Iterator[Finding]:
     """Compare the norms of the experts' task vectors."""
     total = statistics.sum_over(statistics.grams)
     norms = {
-        name: float(total[position, position].sqrt())
-        for position, name in enumerate(statistics.names)
-        if task_of_expert(name) is not None
+        f"expert:{task}": float(total[position, position].sqrt())
+        for task, position in statistics.expert_positions.items()
     }
     if len(norms) < 2:
         return
@@ -497,7 +500,7 @@ def _check_lengths(statistics: _Statistics) -> Iterator[Finding]:
     if not least:
         text = f"the {model_label(short)} equals the base"
         yield Finding("problem", "task vectors", text, "It was not fine-tuned, or its adapter was not applied.")
-    elif most > _LONG * least:
+    elif most > LONG * least:
         text += f": the {model_label(long)} changes {most / least:.3g} times as much as the {model_label(short)}"
         hint = "It dominates a merge with equal weights: give it a smaller one, or check learning rate and LoRA scale."
         yield Finding("notice", "task vectors", text, hint)
@@ -526,7 +529,7 @@ def _keys_by(statistics: _Statistics, name_of: Any) -> dict[str, list[str]]:
 
 def _interference(statistics: _Statistics) -> dict[str, dict[str, float]]:
     """Return, by module with matrices, the smallest cosine of two task vectors and the share of opposite signs."""
-    experts = [position for position, name in enumerate(statistics.names) if task_of_expert(name) is not None]
+    experts = [*statistics.expert_positions.values()]
     found = dict[str, dict[str, float]]()
     for module, keys in _keys_by(statistics, _module_of).items():
         keys = [key for key in keys if statistics.is_matrix[key]]
@@ -563,8 +566,7 @@ def _kept_by_layer(statistics: _Statistics) -> dict[str, dict[str, float]]:
             for layer, gram in sums.items()
             if gram[position, position]
         }
-        for position, name in enumerate(statistics.names)
-        if (task := task_of_expert(name)) is not None
+        for task, position in statistics.expert_positions.items()
     }
 
 

@@ -40,7 +40,7 @@ _HOMES = {
     "open_checkpoint": "driftlens.checkpoints.loading",
     "open_run": "driftlens.front.api",
     "sweep": "driftlens.front.api",
-    "task_vector_cosine": "driftlens.diagnostics.drift",
+    "task_vector_cosine": "driftlens.diagnostics.drift_columns",
     "validate": "driftlens.front.api",
     "walk": "driftlens.engine.walk",
 }

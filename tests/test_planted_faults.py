@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from driftlens.calibration import featcal
 from driftlens.calibration.featcal import FeatCal
-from driftlens.diagnostics import attribution, drift
+from driftlens.diagnostics import attribution, drift_columns
 from driftlens.engine import calibrating, pool as pool_module, walk
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import gram, state
@@ -79,7 +79,7 @@ def a_certified_decision_never_flips() -> None:
     generator = torch.Generator().manual_seed(0)
     expert = torch.randn(4000, 7, generator=generator, dtype=torch.float64)
     variant = expert + 0.3 * torch.randn(4000, 7, generator=generator, dtype=torch.float64)
-    found = drift.output_drift_columns(head(), expert, variant, None)
+    found = drift_columns.output_drift_columns(head(), expert, variant, None)
     assert found["certified"].any()
     assert not (found["certified"] & found["flipped"]).any()
     assert (found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9)).all()
@@ -92,12 +92,12 @@ def task_arithmetic_of_one_expert_is_the_expert() -> None:
 
 
 def labels_meet_rows_by_name() -> None:
-    assert drift.class_indices(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]
+    assert drift_columns.class_indices(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]
 
 
 def alignment_of_parts_adds_up() -> None:
     left, right = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    parts = drift.TaskVectorAlignment.between(left[:2], right[:2]) + drift.TaskVectorAlignment.between(
+    parts = drift_columns.TaskVectorAlignment.between(left[:2], right[:2]) + drift_columns.TaskVectorAlignment.between(
         left[2:], right[2:]
     )
     assert parts.values()["cos"] == pytest.approx(float(F.cosine_similarity(left, right, dim=0)))
@@ -356,7 +356,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     a_certified_decision_never_flips: {
         "certificate_without_the_half": put(
-            drift, "_decision_margin", lambda margin: lambda scores: 4 * margin(scores)
+            drift_columns, "_decision_margin", lambda margin: lambda scores: 4 * margin(scores)
         ),
         "bound_from_the_longest_feature": put(
             heads.Head,
@@ -385,11 +385,13 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         ),
     },
     labels_meet_rows_by_name: {
-        "labels_by_position": put(drift, "class_indices", lambda _: lambda head, labels: torch.arange(len(labels)))
+        "labels_by_position": put(
+            drift_columns, "class_indices", lambda _: lambda head, labels: torch.arange(len(labels))
+        )
     },
     alignment_of_parts_adds_up: {
         "energy_of_one_vector_for_both": put(
-            drift.TaskVectorAlignment,
+            drift_columns.TaskVectorAlignment,
             "between",
             lambda between: lambda variant, expert: between(variant, variant),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from driftlens.results.formatting import strip_control_chars
-from driftlens_app.live import show_welcome_page
+from driftlens_app.job_panel import show_welcome_page
 from driftlens_app.selection import require_readable_runs, restore_selection, select_run
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, pages, show_errors_in_place, show_page_title, watch_theme

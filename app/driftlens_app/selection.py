@@ -15,7 +15,7 @@ from driftlens.results.listing import RunSummary
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
 from driftlens_app.processes import has_live_job
-from driftlens_app.runs import list_runs, open_cached_run, run_folder, run_ids, run_titles
+from driftlens_app.run_cache import list_runs, open_cached_run, run_folder, run_ids, run_titles
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, page_path
 from driftlens_reports.charts.chart import ChartOptions

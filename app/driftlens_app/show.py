@@ -38,7 +38,7 @@ from driftlens.runs.schema import ANALYZE
 from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import DataError, DriftLensError, wrap_library_error
 from driftlens_app import views
-from driftlens_app.runs import run_cache_key
+from driftlens_app.run_cache import run_cache_key
 from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart_names_by_heading, charts
 from driftlens_reports.charts.panels import stack_panels
@@ -146,7 +146,7 @@ def verdict_markdown(run: DriftRun, text: str, command: str) -> str:
 
 def show_headline(run: DriftRun, name: str = "") -> None:
     """Show the headline of a run or of its calibration `name`: verdict sentence, score tiles and score bar."""
-    head = content.Headline.model_validate(headline(run, name))
+    head = content.ReportHeadline.model_validate(headline(run, name))
     st.html(standalone_headline(head, dark=is_dark()))
 
 

@@ -27,7 +27,7 @@ from driftlens.models.chain import (
 )
 from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.tracing.block_call import buffers_on_device, eager_experts, output_features
-from driftlens.models.tracing.sites import fused_tensor
+from driftlens.models.tracing.block_sites import fused_tensor
 from driftlens.utils.devices import device_for_dtype, to_device
 from driftlens.utils.errors import DataError, IncompatibleModelsError, shorten_list
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.engine.walk import CachedBatch
 from driftlens.models.chain import GATED, ExpertRoutes, Layer, LayerChain, Parameters, SideInputs, Site, State
-from driftlens.models.tracing.sites import BLOCK_ITSELF
+from driftlens.models.tracing.block_sites import BLOCK_ITSELF
 from driftlens.utils.devices import copy_to_host
 from driftlens.utils.errors import IncompatibleModelsError, LayerNotFoundError, SpecError, join_names
 

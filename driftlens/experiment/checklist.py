@@ -22,7 +22,6 @@ from torch import Tensor
 from driftlens.checkpoints.loading import find_config_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import StateSource, count_differences, rename_keys
-from driftlens.experiment.loading import find_lower_adapter
 from driftlens.experiment.sanity_checks import (
     COMPUTED_SETTINGS,
     LONG,
@@ -35,6 +34,7 @@ from driftlens.experiment.sanity_checks import (
     model_label,
     row_ranges,
 )
+from driftlens.experiment.study_loading import find_lower_adapter
 from driftlens.models.chain import WeightSlot
 from driftlens.models.vocabularies import tokenizer_changes
 from driftlens.utils.errors import CheckpointError, DriftLensError, shorten_list

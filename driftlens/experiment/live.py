@@ -214,7 +214,7 @@ def _sample_text_tasks(
 ) -> dict[str, TaskSamples]:
     """Sample tasks of texts, with the given heads or the models' own."""
     # Import here: only texts need the modules that open files.
-    from driftlens.experiment.loading import answer_head, build_task_samples
+    from driftlens.experiment.study_loading import answer_head, build_task_samples
 
     tasks = dict[str, TaskSamples]()
     for task in sorted(stated):

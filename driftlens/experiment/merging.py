@@ -34,10 +34,10 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_roles, record_activations, row_weights
 from driftlens.engine.walk import FeatureStream
-from driftlens.experiment import loading as opening
-from driftlens.experiment.loading import OpenModels
+from driftlens.experiment import study_loading
 from driftlens.experiment.sanity_checks import check_model_files
 from driftlens.experiment.study import Study
+from driftlens.experiment.study_loading import OpenModels
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import MergeConfig, MergeMethod, merge_by_name
 from driftlens.models.architecture import Architecture
@@ -107,13 +107,13 @@ def merge_experts(
     """
     merge, study = validated_merge(spec, method, parameters), None
     if merge.method.needs_samples:
-        study, models = opening.open_study(spec, access=context.access)
+        study, models = study_loading.open_study(spec, access=context.access)
     else:
-        models = opening.open_models(spec, context.access, unread=True)
+        models = study_loading.open_models(spec, context.access, unread=True)
         # Compare keys and shapes before anything is merged.
-        opening.open_pool(spec, models, device="cpu")
+        study_loading.open_pool(spec, models, device="cpu")
     doubts = [doubt.text for doubt in check_model_files(models)]
-    models = opening.with_save_dtype(models, out_dtype)
+    models = study_loading.with_save_dtype(models, out_dtype)
     return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]
 
 
@@ -172,11 +172,11 @@ def save_merge(
         # Import here: live modules don't need the card's libraries.
         from driftlens.experiment.model_card import merge_card
 
-        texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
+        texts = [*architecture.notices, *study_loading.head_notices(models), *study_loading.dtype_notices(models)]
         described = {**chain.settings, **architecture.source_info, "reads": chain.modality.name}
         return merge_card(record, described, models.origins, [*texts, *_notices_with_rounding()], usage)
 
-    heads = opening.head_files(models)
+    heads = study_loading.head_files(models)
     save_model(architecture, models.save_template, source, path, metadata=metadata, card=render_card, heads=heads)
     return record, _notices_with_rounding()
 

@@ -23,7 +23,7 @@ from driftlens.checkpoints.loading import decode_json_floats, is_lora_folder, re
 from driftlens.checkpoints.lora import LoraSource, lora_base_model
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector_change
 from driftlens.checkpoints.unsupported import remote_code, wrap_library_errors
-from driftlens.experiment.loading import OpenModels, find_lower_adapter, model_folder
+from driftlens.experiment.study_loading import OpenModels, find_lower_adapter, model_folder
 from driftlens.models import vocabularies
 from driftlens.models.architecture import Architecture
 from driftlens.models.architectures.clip import CONFIG_FILE, activation_name

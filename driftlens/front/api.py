@@ -131,10 +131,10 @@ class Run(DriftRun):
     def _repr_html_(self) -> str:
         """Return headline and summary table as HTML for notebooks."""
         from driftlens.results.verdict import headline
-        from driftlens_reports.content import Headline
+        from driftlens_reports.content import ReportHeadline
         from driftlens_reports.formats.page import standalone_headline
 
-        heading = standalone_headline(Headline.model_validate(headline(self)))
+        heading = standalone_headline(ReportHeadline.model_validate(headline(self)))
         return f'{heading}<div style="overflow-x: auto">{self.summary()._repr_html_()}</div>'
 
     def before_after(self, name: str) -> pd.DataFrame:

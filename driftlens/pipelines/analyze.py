@@ -23,10 +23,10 @@ from driftlens.config.requests import AnalysisRequest
 from driftlens.config.spec import load_spec
 from driftlens.data.samples import DRAWN_BY, halve_batch_on_oom
 from driftlens.engine.pool import Attachments, attachments_from_tensors
-from driftlens.experiment.loading import OpenModels, calibration_settings, open_study
 from driftlens.experiment.merging import save_merge, validated_merge
 from driftlens.experiment.sanity_checks import check_model_files, check_weights, estimate_task_vectors
 from driftlens.experiment.study import Study, TaskSamples
+from driftlens.experiment.study_loading import OpenModels, calibration_settings, open_study
 from driftlens.models.heads import is_vocabulary_head
 from driftlens.pipelines.drift import compute_attribution, measure_task
 from driftlens.pipelines.evaluation import TaskResults, score_variants

@@ -31,8 +31,8 @@ from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import parameter_coverage
-from driftlens.experiment.loading import OpenModels, open_models, with_save_dtype
 from driftlens.experiment.study import Study
+from driftlens.experiment.study_loading import OpenModels, open_models, with_save_dtype
 from driftlens.models.saving import check_save_path, save_state_dict
 from driftlens.pipelines.analyze import (
     AnalysisPhases,

@@ -35,9 +35,9 @@ from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, Si
 from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, final_module_path
 from driftlens.engine.sequential import StepwiseCalibrator
 from driftlens.engine.sites import select_sites, sites_to_update
-from driftlens.experiment.loading import OpenModels, head_files
 from driftlens.experiment.merging import merge_study
 from driftlens.experiment.study import Study, model_info
+from driftlens.experiment.study_loading import OpenModels, head_files
 from driftlens.merging.method import merge_by_name
 from driftlens.models.chain import LayerChain, ParameterKey, updated_tensors
 from driftlens.models.saving import (

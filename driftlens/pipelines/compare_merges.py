@@ -13,9 +13,9 @@ import torch
 from driftlens.calibration.automatic import HeldOutScores, fold_ranges
 from driftlens.config.spec import RunSpec
 from driftlens.data.samples import SampleSet, select_samples
-from driftlens.experiment.loading import open_study
 from driftlens.experiment.merging import merge_to_files
 from driftlens.experiment.study import Study
+from driftlens.experiment.study_loading import open_study
 from driftlens.merging.method import merge_by_name, merge_methods
 from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,

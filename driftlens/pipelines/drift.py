@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from driftlens.diagnostics import attribution
-from driftlens.diagnostics.drift import bootstrap_ratio_ci
+from driftlens.diagnostics.drift_columns import bootstrap_ratio_ci
 from driftlens.engine.walk import (
     FeatureStore,
     LayerView,

@@ -18,8 +18,8 @@ from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules, ch
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.sites import select_layers
 from driftlens.experiment.live import open_modules
-from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.study import AnalysisSettings, Study
+from driftlens.experiment.study_loading import OpenModels
 from driftlens.models.architecture import Architecture
 from driftlens.pipelines.analyze import (
     AnalysisPhases,

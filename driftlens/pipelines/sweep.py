@@ -22,8 +22,8 @@ from driftlens.config.requests import CalibrationRequest, SweepRequest
 from driftlens.data.altered import CLEAN, corrupt_samples, format_corruption
 from driftlens.data.samples import SampleSet, random_order, select_samples
 from driftlens.engine.sites import ExpertFeatureCache, select_sites
-from driftlens.experiment.loading import open_data, with_expert_answers
 from driftlens.experiment.study import Study, TaskSamples
+from driftlens.experiment.study_loading import open_data, with_expert_answers
 from driftlens.pipelines.analyze import (
     load_run_spec,
     open_finished_run,

@@ -26,8 +26,7 @@ from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import require_same_parameters
 from driftlens.engine.sites import parameter_coverage, select_layers, select_sites
 from driftlens.engine.walk import sample_cache_bytes
-from driftlens.experiment import loading as opening
-from driftlens.experiment.loading import OpenModels
+from driftlens.experiment import study_loading
 from driftlens.experiment.merging import PIECE, missing_heads_error, validated_merge
 from driftlens.experiment.sanity_checks import (
     Finding,
@@ -37,6 +36,7 @@ from driftlens.experiment.sanity_checks import (
     model_label,
 )
 from driftlens.experiment.study import Study
+from driftlens.experiment.study_loading import OpenModels
 from driftlens.linalg.gram import solve_bytes
 from driftlens.merging.method import READS, MergeConfig, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
@@ -164,7 +164,7 @@ def preflight(
     if calibration is not None:
         settings = checks.run_check(
             "calibration",
-            lambda: opening.calibration_settings(spec) or {},
+            lambda: study_loading.calibration_settings(spec) or {},
             lambda resolved: (
                 f"{calibration.method}: " + ", ".join(f"{name} {value}" for name, value in resolved.items())
             ),
@@ -175,7 +175,7 @@ def preflight(
         calibrator = _check_sites(spec, models.architecture.chain, weights, checks)
     checks.add_passed("metrics", ", ".join(sorted({"drift", *spec.metrics.enabled})))
     if models is not None and not checks.problems:
-        study = checks.run_check("study", lambda: opening.build_study(spec, models, data, heads, access=access))
+        study = checks.run_check("study", lambda: study_loading.build_study(spec, models, data, heads, access=access))
         if study is not None:
             method = None if merge is None else merge.method
             patterns = None if calibration is None else calibration.sites
@@ -183,7 +183,7 @@ def preflight(
     if request.deep and checks.problems:
         checks.add_notice("experts", "not scored because of the problems above")
     elif request.deep:
-        study = checks.run_check("experts", lambda: opening.open_study(spec, access=access)[0])
+        study = checks.run_check("experts", lambda: study_loading.open_study(spec, access=access)[0])
         if study is not None:
             _score_experts(study, checks)
     return checks
@@ -193,7 +193,7 @@ def _check_models(
     spec: RunSpec, architecture: Architecture, checks: PreflightReport, access: Permissions
 ) -> OpenModels:
     """Open the models and return those that fit the architecture; errors are recorded."""
-    origins = opening.weight_paths(spec)
+    origins = study_loading.weight_paths(spec)
 
     def _check_model(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
         def _open_and_compare() -> StateSource:
@@ -209,14 +209,14 @@ def _check_models(
 
         return checks.run_check(model_label(name), _open_and_compare, _describe_weights)
 
-    models = opening.open_models(spec, access, architecture=architecture, attempt=_check_model)
+    models = study_loading.open_models(spec, access, architecture=architecture, attempt=_check_model)
     checks.add_notice("models", *models.notices)
-    checks.add_notice("dtypes", *opening.dtype_notices(models))
+    checks.add_notice("dtypes", *study_loading.dtype_notices(models))
     return models
 
 
 def _check_architecture(spec: RunSpec, checks: PreflightReport, access: Permissions) -> Architecture | None:
-    opened = checks.run_check("architecture", lambda: opening.open_architecture(spec, access))
+    opened = checks.run_check("architecture", lambda: study_loading.open_architecture(spec, access))
     if opened is None:
         return None
     paths = [layer.path for layer in opened.chain.layers]
@@ -260,7 +260,7 @@ def _check_merge(
         return None
     entry, settings = merge
     if models is not None and models.sources and entry.scores:
-        scored = spec.tasks if models.architecture.lm is not None else opening.head_specs(spec, models)
+        scored = spec.tasks if models.architecture.lm is not None else study_loading.head_specs(spec, models)
         without = [task for task in spec.tasks if task not in scored]
         if without:
             checks.add_problem("merge", missing_heads_error(entry, without))
@@ -309,7 +309,7 @@ def _check_data(
     for task in spec.tasks:
 
         def _open_and_read_sample(task: str = task) -> TaskData:
-            data = opening.open_data(spec, task, architecture, access=access)
+            data = study_loading.open_data(spec, task, architecture, access=access)
             # One sample, because a file may open and hold something unreadable.
             if architecture is not None:
                 data.diagnosis.load([0])
@@ -368,7 +368,7 @@ def _check_heads(
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
         checks.run_check("text tower", lambda: models.architecture.text_tower(base))
-    entries = opening.head_specs(spec, models)
+    entries = study_loading.head_specs(spec, models)
     for task in spec.tasks:
         entry, subject = entries.get(task), f"head of {task}"
         if entry is None and models.architecture.lm is not None:
@@ -381,14 +381,14 @@ def _check_heads(
             # The data would name the classes, and its problem is recorded already.
             continue
         elif isinstance(entry, TextHead) and spec.base is not None:
-            names = checks.run_check(subject, partial(opening.head_classes, task, entry, named.get(task)))
+            names = checks.run_check(subject, partial(study_loading.head_classes, task, entry, named.get(task)))
             if names is not None:
                 checks.add_passed(subject, f"{len(names)} class names in {len(entry.templates)} templates")
                 # Only shapes matter to the estimate of memory, so prompts need not be encoded.
                 valid[task] = Head(tuple(names), torch.randn(len(names), width or 1), 1.0)
         else:
             alone = spec.model_copy(update={"heads": {task: entry}})
-            heads = checks.run_check(subject, partial(opening.open_heads, alone, models, named))
+            heads = checks.run_check(subject, partial(study_loading.open_heads, alone, models, named))
             if heads is not None:
                 _check_head_width(task, heads[task], width, checks)
                 valid |= heads

@@ -94,7 +94,7 @@ class ScoreGap(ReportPart):
     worse: tuple[str, ...]
 
 
-class Headline(ReportPart):
+class ReportHeadline(ReportPart):
     """The headline of a run: verdict sentence, mean score of every model, share of the gap closed."""
 
     text: str
@@ -108,7 +108,7 @@ class Headline(ReportPart):
     )
 
 
-class Verdict(ReportPart):
+class ReportVerdict(ReportPart):
     """The verdict on a run: means, gaps to the experts, changes by calibration, recommended command."""
 
     measure: str = Field(description="The main measure.")
@@ -129,7 +129,7 @@ class Verdict(ReportPart):
     worst_drift: float | None = Field(description="Its drift, relative to the norm of the expert's feature.")
     self_checks: CheckCounts
     sentences: tuple[str, ...]
-    headline: Headline
+    headline: ReportHeadline
 
 
 class RunInfo(ReportPart):
@@ -155,7 +155,7 @@ class ReportContent(ReportPart):
     preset: str
     run: RunInfo
     stamps: tuple[str, ...] = Field(description="Notices that apply to every number.")
-    verdict: Verdict
+    verdict: ReportVerdict
     sections: tuple[Section, ...]
 
     @property

@@ -44,7 +44,7 @@ from driftlens.utils.intervals import mean_over_tasks
 from driftlens.utils.variants import control_variant, display_name, variant_kind
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, charts, sort_by_rank
-from driftlens_reports.content import CheckCounts, Figure, Headline, MeasureChange, Verdict
+from driftlens_reports.content import CheckCounts, Figure, MeasureChange, ReportHeadline, ReportVerdict
 
 # Every section in reading order.
 TITLES = MappingProxyType(
@@ -128,7 +128,7 @@ def require_known_names(kind: str, names: Sequence[str], valid: Mapping[str, obj
 
 
 def section_content(
-    name: str, run: DriftRun, judged: Verdict, checks: CheckReport | None, figures: Sequence[Figure]
+    name: str, run: DriftRun, judged: ReportVerdict, checks: CheckReport | None, figures: Sequence[Figure]
 ) -> tuple[Iterable[str], Iterable[Table]]:
     """Return the sentences and tables of a report section."""
     parts: dict[str, Callable[[], tuple[Iterable[str], Iterable[Table]]]] = {
@@ -149,7 +149,7 @@ def section_content(
     return parts[name]() if name in parts else ((), ())
 
 
-def _verdict_tables(run: DriftRun, judged: Verdict) -> list[Table]:
+def _verdict_tables(run: DriftRun, judged: ReportVerdict) -> list[Table]:
     return [
         task_table(run, verdict(run)),
         _measure_means_table(judged),
@@ -311,7 +311,7 @@ def _measure_changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[
         )
 
 
-def report_verdict(run: DriftRun) -> Verdict:
+def report_verdict(run: DriftRun) -> ReportVerdict:
     """Return the verdict on the merged model and the newest calibration of a run."""
     judged = verdict(run)
     control = control_variant(judged.after.partition(":")[2]) if judged.after else None
@@ -320,7 +320,7 @@ def report_verdict(run: DriftRun) -> Verdict:
     drifts = {task: drift for task in run.tasks if (drift := value_on_task(run, RELATIVE, task, newest)).is_measured}
     furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
     ends: dict[str, Status] = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
-    return Verdict(
+    return ReportVerdict(
         measure=judged.measure.title,
         tasks=judged.tasks,
         means=judged.means,
@@ -336,11 +336,11 @@ def report_verdict(run: DriftRun) -> Verdict:
         worst_drift=drifts[furthest].value if furthest else None,
         self_checks=CheckCounts(**{name: run_self_checks(run).count(status) for name, status in ends.items()}),
         sentences=tuple(hide_run_path(run, text) for text in judged.sentences),
-        headline=Headline.model_validate(headline(run)),
+        headline=ReportHeadline.model_validate(headline(run)),
     )
 
 
-def _measure_means_table(verdict: Verdict) -> Table:
+def _measure_means_table(verdict: ReportVerdict) -> Table:
     """Return a table of measure means: one row per variant, the anchor-only control, and the change."""
     names = [display_name(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
     rows = [

@@ -9,8 +9,8 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
+from driftlens_app.job_requests import calibrate_request
 from driftlens_app.processes import Job, Kind, log_tail, newest_job, poll_job, start_job, write_job_record
-from driftlens_app.requests import calibrate_request
 from driftlens_app.show import pages
 from tests.app.conftest import until
 

@@ -15,8 +15,8 @@ from driftlens.results.formatting import typeset_signs
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunError
+from driftlens_app.job_requests import sweep_request
 from driftlens_app.processes import log_tail, poll_job
-from driftlens_app.requests import sweep_request
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import (
     calibrate_as,

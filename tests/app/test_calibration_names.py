@@ -15,8 +15,8 @@ from driftlens.runs.run import open_run
 from driftlens.utils.errors import SpecError
 from driftlens_app import processes
 from driftlens_app.calibration import next_free_name
+from driftlens_app.job_requests import calibrate_request
 from driftlens_app.processes import newest_job, start_job
-from driftlens_app.requests import calibrate_request
 from tests.app.conftest import Open, until
 from tests.app.pages import calibrate_as, errors, finish, press, said, state
 from tests.runs.full_run import VARIANTS, write_full_run

@@ -12,10 +12,10 @@ import pytest
 from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunError
-from driftlens_app import processes, runs, samples, settings
+from driftlens_app import processes, run_cache, sample_explorer, settings
+from driftlens_app.job_requests import analyze_request, calibrate_request
 from driftlens_app.processes import log_tail, new_run_jobs, newest_job, poll_job, start_job
-from driftlens_app.requests import analyze_request, calibrate_request
-from driftlens_app.runs import list_runs, open_cached_run
+from driftlens_app.run_cache import list_runs, open_cached_run
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
 from tests.app.pages import errors, record_job, said
@@ -87,8 +87,8 @@ def test_a_run_with_a_link_out_of_the_folder_is_listed_with_the_reason_and_not_o
     def refuse(folder: object) -> None:
         raise AssertionError(f"{folder} was opened")
 
-    monkeypatch.setattr(runs, "open_run", refuse)
-    monkeypatch.setattr(runs, "find_runs", refuse)
+    monkeypatch.setattr(run_cache, "open_run", refuse)
+    monkeypatch.setattr(run_cache, "find_runs", refuse)
     app = open_app(root)
     (row,) = app.dataframe[0].value.to_dict("records")
     assert (row["name"], row["state"]) == ("full", "unreadable")
@@ -136,8 +136,8 @@ def test_a_run_is_searched_for_links_once_until_it_changes(
     root: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[Path] = []
-    monkeypatch.setattr(runs, "require_links_inside", lambda run, root: searched.append(run))
-    runs._cached_link_check.clear()
+    monkeypatch.setattr(run_cache, "require_links_inside", lambda run, root: searched.append(run))
+    run_cache._cached_link_check.clear()
     for _ in range(3):
         list_runs(Settings(root))
         open_cached_run(run)
@@ -216,7 +216,7 @@ def test_pictures_are_not_read_through_a_link(root: Path, run: Path, outside: Pa
     (run / "thumbs").mkdir(exist_ok=True)
     replaced_by_link(run / "thumbs", outside)
     with pytest.raises(RunError, match="leads outside this folder"):
-        samples.show_explorer(found)
+        sample_explorer.show_explorer(found)
 
 
 def test_only_a_name_that_jobs_give_their_logs_is_taken_from_a_record(run: Path) -> None:

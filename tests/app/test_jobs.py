@@ -17,8 +17,8 @@ from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunLock
 from driftlens.utils.errors import RunError, RunLockedError, SpecError
 from driftlens_app import processes
+from driftlens_app.job_requests import analyze_request, attribution_request, demo_request
 from driftlens_app.processes import cancel_job, drift_so_far, log_tail, newest_job, poll_job, start_job
-from driftlens_app.requests import analyze_request, attribution_request, demo_request
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 from tests.app.pages import begin, finish, state, step

@@ -16,8 +16,8 @@ from driftlens.runs.manifest import RunStatus
 from driftlens.runs.writer import write_status
 from driftlens.utils.errors import RunError
 from driftlens_app import processes
+from driftlens_app.job_requests import MAX_SPEC_BYTES, analyze_request, spec_files
 from driftlens_app.processes import Job, dismiss_job, newest_job, run_json_command, start_job
-from driftlens_app.requests import MAX_SPEC_BYTES, analyze_request, spec_files
 from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import data_option_values
 from tests.app.conftest import Open, until

@@ -13,7 +13,7 @@ from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunLockedError
 from driftlens_app import processes
 from driftlens_app.processes import poll_job
-from driftlens_app.runs import list_runs
+from driftlens_app.run_cache import list_runs
 from driftlens_app.settings import Settings
 from driftlens_app.show import escape_markdown
 from tests.app.conftest import Open, until

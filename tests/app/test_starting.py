@@ -15,8 +15,8 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunError
 from driftlens_app import processes
+from driftlens_app.job_requests import calibrate_request, demo_request
 from driftlens_app.processes import JobRequest, newest_job, start_job
-from driftlens_app.requests import calibrate_request, demo_request
 from driftlens_app.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("worker")

@@ -12,7 +12,7 @@ import torch
 from driftlens.config.packaged import packaged_names, published_task
 from driftlens.config.spec import RunSpec, TextHead, load_spec
 from driftlens.data.task_data import normalize_name
-from driftlens.experiment.loading import head_classes, open_heads
+from driftlens.experiment.study_loading import head_classes, open_heads
 from driftlens.models.heads import TextTower
 from driftlens.utils.errors import DataError
 from tests.specs import minimal, refused

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from driftlens.diagnostics.drift import output_drift_columns, score_gains
+from driftlens.diagnostics.drift_columns import output_drift_columns, score_gains
 from driftlens.models.heads import Head, LinearHead
 from tests.diagnostics.heads import head
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from driftlens.diagnostics.drift import TaskVectorAlignment, alignment_rows, task_vector_cosine
+from driftlens.diagnostics.drift_columns import TaskVectorAlignment, alignment_rows, task_vector_cosine
 from driftlens.models.chain import adapters
 from tests.zoo.cases import CASES, Case, family
 from tests.zoo.hand_made import token_batch

@@ -22,7 +22,7 @@ from driftlens.engine.pool import (
     with_updated_parameters,
 )
 from driftlens.engine.walk import iter_final_features, sample_cache_bytes, walk
-from driftlens.models.tracing.sites import fused_tensor
+from driftlens.models.tracing.block_sites import fused_tensor
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.refusing import refusing
 from tests.zoo import mixtures

@@ -11,9 +11,9 @@ from torch import Tensor
 from driftlens.checkpoints.tensor_sources import InMemorySource
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
-from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.merging import merge_to_files
 from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
+from driftlens.experiment.study_loading import OpenModels
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.heads import LinearHead
 from driftlens.utils.variants import expert_name

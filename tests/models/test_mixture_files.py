@@ -19,8 +19,8 @@ from driftlens.checkpoints.alignment import FileLayoutSource, KeyLayout, concat_
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.config.spec import RunSpec, load_spec
-from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
+from driftlens.experiment.study_loading import open_models
 from driftlens.models.architecture import build_on_meta
 from driftlens.models.architectures.encoders import build_model, key_spellings, saved_key_names
 from driftlens.utils.distributed import JobContext

@@ -22,8 +22,8 @@ from driftlens.config.spec import load_spec
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import iter_final_features
-from driftlens.experiment.loading import analysis_settings, open_models
 from driftlens.experiment.merging import merge_experts
+from driftlens.experiment.study_loading import analysis_settings, open_models
 from driftlens.models.architecture import load_architecture
 from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError

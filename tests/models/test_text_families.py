@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource
 from driftlens.data.samples import Batch
-from driftlens.diagnostics.drift import score_gains
+from driftlens.diagnostics.drift_columns import score_gains
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import iter_final_features
 from driftlens.models.architecture import Architecture, load_architecture

@@ -13,9 +13,9 @@ import transformers
 from torch import nn
 
 from driftlens.config.spec import RunSpec, load_spec
-from driftlens.experiment.loading import OpenModels, build_study, open_models
 from driftlens.experiment.sanity_checks import check_model_files
 from driftlens.experiment.study import Study
+from driftlens.experiment.study_loading import OpenModels, build_study, open_models
 from driftlens.utils.errors import CheckpointError
 from tests.refusing import refusing
 from tests.zoo.decoders import CONFIGS, saved

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.config.requests import AnalysisRequest
-from driftlens.diagnostics.drift import bootstrap_ratio_ci
+from driftlens.diagnostics.drift_columns import bootstrap_ratio_ci
 from driftlens.pipelines.analyze import analyze
 from driftlens.results.listing import find_runs
 from driftlens.runs.run import DriftRun, resume_command

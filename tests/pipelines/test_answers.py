@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import open_study
+from driftlens.experiment.study_loading import open_study
 from driftlens.models.texts import generate, log_likelihoods
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
@@ -178,7 +178,7 @@ QUESTIONS = ["is it red", "no", "is green it blue yes no red", "it is blue"]
 def test_calibration_shows_each_experts_own_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, form: str, loader: str, asked: Any
 ) -> None:
-    monkeypatch.setattr("driftlens.experiment.loading.NEW_TOKENS", NEW)
+    monkeypatch.setattr("driftlens.experiment.study_loading.NEW_TOKENS", NEW)
     tokenizer = word_tokenizer(form)
     models = {}
     for seed, name in enumerate(("base", "cars", "dtd")):

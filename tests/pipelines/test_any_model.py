@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import open_study
+from driftlens.experiment.study_loading import open_study
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LinearHead, config_class_names

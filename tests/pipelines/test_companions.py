@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import open_models
 from driftlens.experiment.sanity_checks import Finding, check_model_files, check_weights
+from driftlens.experiment.study_loading import open_models
 from driftlens.pipelines.validate import PreflightReport
 from tests.pipelines.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.towers import hf_folder

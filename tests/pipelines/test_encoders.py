@@ -18,7 +18,7 @@ import transformers
 import driftlens as dl
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import open_study
+from driftlens.experiment.study_loading import open_study
 from driftlens.models.architecture import load_architecture
 from driftlens.models.readouts import ExpertHead
 from driftlens.pipelines.validate import preflight

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import driftlens as dl
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import open_study
+from driftlens.experiment.study_loading import open_study
 from driftlens.merging.method import merge_methods
 from driftlens.pipelines.analyze import analyze, reopen_study
 from driftlens.pipelines.calibrate import calibrate

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules
 from driftlens.config.spec import load_spec
 from driftlens.engine.walk import capture
-from driftlens.experiment.loading import open_study
+from driftlens.experiment.study_loading import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.chain import (
     Layer,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource
-from driftlens.experiment.loading import OpenModels
+from driftlens.experiment.study_loading import OpenModels
 from driftlens.models.architecture import Architecture
 from driftlens.models.heads import TextTower
 from driftlens.pipelines.calibrate import calibrate

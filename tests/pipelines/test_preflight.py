@@ -99,7 +99,7 @@ def test_a_broken_base_hides_no_other_problem(world: World, tmp_path: Path) -> N
 
 def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     # Raised by a line of ours, as a defect is; errors of other packages are findings.
-    monkeypatch.setattr("driftlens.experiment.loading.open_checkpoint", None)
+    monkeypatch.setattr("driftlens.experiment.study_loading.open_checkpoint", None)
     with pytest.raises(TypeError):
         check(world.spec())
 

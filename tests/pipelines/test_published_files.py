@@ -17,9 +17,9 @@ from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
 from driftlens.experiment.sanity_checks import check_model_files, check_weights
+from driftlens.experiment.study_loading import open_models
 from driftlens.models.architecture import load_architecture
 from driftlens.models.saving import save_model
 from driftlens.utils.distributed import JobContext

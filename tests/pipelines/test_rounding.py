@@ -12,9 +12,9 @@ from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import count_differences
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
 from driftlens.experiment.sanity_checks import check_model_files
+from driftlens.experiment.study_loading import open_models
 from tests.pipelines.checking import saved, visual
 from tests.zoo.world import Weights, World
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from driftlens.config.spec import load_spec
-from driftlens.experiment.loading import OpenModels, open_models, open_pool
+from driftlens.experiment.study_loading import OpenModels, open_models, open_pool
 from driftlens.pipelines.validate import preflight
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import IncompatibleModelsError

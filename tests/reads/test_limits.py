@@ -24,7 +24,7 @@ from driftlens.models import architecture
 from driftlens.results.projection import MOST_POINTS
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.utils.variants import LONGEST_FILE_NAME, safe_file_name
-from driftlens_app import requests
+from driftlens_app import job_requests
 from tests.pipelines.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
 from tests.refusing import refusing
@@ -88,7 +88,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_refused_inputs.py::test_messages_end_on_their_first_page",
     ),
     "spec in the dashboard": (
-        f"{requests.MAX_SPEC_BYTES:,} bytes",
+        f"{job_requests.MAX_SPEC_BYTES:,} bytes",
         "app/test_new_runs.py::test_a_file_that_is_larger_than_a_spec_may_be_is_not_offered",
     ),
     "reading any one of these": (

@@ -30,7 +30,7 @@ from driftlens.cli import run_command_line as run_command
 from driftlens.cli.app import app
 from driftlens.config.spec import is_mergekit_recipe, load_spec, parse_recipe
 from driftlens.data.sources import open_split
-from driftlens.experiment.loading import open_architecture
+from driftlens.experiment.study_loading import open_architecture
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
 from driftlens.utils.distributed import Permissions

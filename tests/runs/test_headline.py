@@ -16,7 +16,7 @@ from driftlens.results.verdict import headline, headline_sentence
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import open_run
 from driftlens.utils.intervals import Interval, interval_ratio
-from driftlens_reports.content import Headline
+from driftlens_reports.content import ReportHeadline
 from driftlens_reports.formats.page import headline_html
 from tests.runs.drawn_runs import CAL, Right, interval, run_of, tables
 from tests.runs.full_run import write_run
@@ -101,7 +101,7 @@ def test_a_merge_looks_like_what_it_is(manifest: Manifest, name: str, tone: str,
     found = headline(run)
     assert found.tone == tone and re.search(says, found.text), found
     assert [*found.tiles] == [model for model in ("base", "merged", CAL, "expert") if model in RIGHT[name]]
-    html = str(headline_html(Headline.model_validate(found)))
+    html = str(headline_html(ReportHeadline.model_validate(found)))
     assert f'class="headline {tone}"' in html and html.count('class="tile"') == len(found.tiles)
 
 
@@ -153,5 +153,5 @@ def test_signs_are_a_typesetters_and_nothing_breaks_between_number_and_unit() ->
 def test_whatever_a_run_is_called_stays_text(manifest: Manifest) -> None:
     name = 'calibrated:<img src=x onerror="alert(1)">'
     right = {("t0", model): k for model, k in {"base": 300, "merged": 330, name: 400, "expert": 450}.items()}
-    found = Headline.model_validate(headline(run_of(manifest, right, 500, {})))
+    found = ReportHeadline.model_validate(headline(run_of(manifest, right, 500, {})))
     assert "<img" not in str(headline_html(found)) and "&lt;img" in str(headline_html(found))

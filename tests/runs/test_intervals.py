@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 from scipy.stats import binom, binomtest, multinomial, norm
 
-from driftlens.diagnostics.drift import bootstrap_ratio_ci
+from driftlens.diagnostics.drift_columns import bootstrap_ratio_ci
 from driftlens.utils.intervals import (
     Interval,
     PairedChange,

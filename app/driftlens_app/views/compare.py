@@ -11,9 +11,9 @@ from driftlens.results.compare import Comparison, compare, comparison_table
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
 from driftlens.utils.variants import display_name, variant_kind
-from driftlens_app.live import show_repair_link
-from driftlens_app.requests import merge_comparisons
-from driftlens_app.runs import open_cached_run, run_cache_key, run_folder, run_ids
+from driftlens_app.job_panel import show_repair_link
+from driftlens_app.job_requests import merge_comparisons
+from driftlens_app.run_cache import open_cached_run, run_cache_key, run_folder, run_ids
 from driftlens_app.selection import TASK, Selection, current_selection
 from driftlens_app.settings import Settings
 from driftlens_app.show import (

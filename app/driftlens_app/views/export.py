@@ -12,7 +12,7 @@ import streamlit as st
 
 from driftlens.results.formatting import format_bytes
 from driftlens.runs.run import DriftRun
-from driftlens_app.runs import run_cache_key
+from driftlens_app.run_cache import run_cache_key
 from driftlens_app.selection import current_selection
 from driftlens_app.show import Page, escape_markdown, select_page_part, show_errors_in_place, show_note
 from driftlens_reports.build import FORMATS, Report

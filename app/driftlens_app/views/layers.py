@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens_app.live import offer_attribution
+from driftlens_app.job_panel import offer_attribution
 from driftlens_app.selection import LAYER, MEASURE, TASK, VARIANTS, current_selection
 from driftlens_app.show import Page, select_page_part, show_data_expander, show_part_charts
 from driftlens_reports.charts.chart import SECTIONS, chart_names_by_heading

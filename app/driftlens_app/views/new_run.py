@@ -12,9 +12,9 @@ import streamlit as st
 
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import list_folder, write_text_atomic
-from driftlens_app import requests
+from driftlens_app import job_requests
 from driftlens_app.calibration import available_methods
-from driftlens_app.live import show_new_run_jobs
+from driftlens_app.job_panel import show_new_run_jobs
 from driftlens_app.processes import JobRequest, run_json_command, start_job
 from driftlens_app.selection import open_page
 from driftlens_app.settings import Settings, is_inside
@@ -91,12 +91,12 @@ def _show_models_form(settings: Settings) -> None:
         options += ["--set=merge=null", f"--set=merged.weights={json.dumps(merged.strip())}"]
     else:
         options.append(f"--set=merge={json.dumps({'method': method})}")
-    file = requests.new_spec_path(settings, name.strip())
+    file = job_requests.new_spec_path(settings, name.strip())
     # `--` ends the options, so that no model name is read as one.
     with st.spinner("Reading configurations and data"):
         answer = run_json_command(("init", *options, "--json", "--", base.strip(), *models), settings.root)
     write_text_atomic(file, str(answer["spec"]))
-    _start_and_open_runs_page(requests.analyze_request(settings, file.name, name.strip()))
+    _start_and_open_runs_page(job_requests.analyze_request(settings, file.name, name.strip()))
 
 
 def data_option_values(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
@@ -127,7 +127,7 @@ def _task_name(expert: str) -> str:
 
 def _show_spec_choice(settings: Settings) -> None:
     """Show the spec files in the folder with a button that starts an analysis."""
-    specs = requests.spec_files(settings.root)
+    specs = job_requests.spec_files(settings.root)
     if not specs:
         return
     st.header("From a spec", anchor=False)
@@ -137,7 +137,7 @@ def _show_spec_choice(settings: Settings) -> None:
         pressed = st.button("Start the analysis", icon=":material/play_arrow:", key="start-analysis")
         st.caption(escape_except_code(f"To check it in a terminal: `driftlens validate {shlex.quote(spec)}`"))
     if pressed:
-        _start_and_open_runs_page(requests.analyze_request(settings, spec, name.strip()))
+        _start_and_open_runs_page(job_requests.analyze_request(settings, spec, name.strip()))
 
 
 def _start_and_open_runs_page(request: JobRequest) -> None:

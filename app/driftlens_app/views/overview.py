@@ -16,8 +16,8 @@ from driftlens.results.verdict import Verdict, caveat_sentences as stamps_of, ta
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import pluralize
 from driftlens.utils.variants import display_name
-from driftlens_app.live import offer_attribution, recommended_steps, show_step_buttons
-from driftlens_app.samples import open_explorer, show_explorer
+from driftlens_app.job_panel import offer_attribution, recommended_steps, show_step_buttons
+from driftlens_app.sample_explorer import open_explorer, show_explorer
 from driftlens_app.selection import (
     MEASURE,
     TASK,

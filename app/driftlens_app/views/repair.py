@@ -26,17 +26,17 @@ from driftlens.runs.run import DriftRun, has_live_modules, unfinished_phases
 from driftlens.utils.errors import RunLockedError, join_names, shorten_list
 from driftlens.utils.variants import calibrated_variant
 from driftlens_app import calibration
-from driftlens_app.live import (
+from driftlens_app.job_panel import (
     recommended_steps,
     show_failed_job,
     show_live_job,
     show_step_buttons,
     start_and_rerun,
 )
+from driftlens_app.job_requests import calibrate_request, compare_methods_request, sweep_request
 from driftlens_app.processes import Job, JobStatus, drift_so_far, has_live_job, poll_job
-from driftlens_app.requests import calibrate_request, compare_methods_request, sweep_request
-from driftlens_app.runs import open_cached_run
-from driftlens_app.samples import show_explorer
+from driftlens_app.run_cache import open_cached_run
+from driftlens_app.sample_explorer import show_explorer
 from driftlens_app.selection import current_selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (

@@ -14,9 +14,9 @@ from streamlit.column_config import NumberColumn
 from driftlens.results.formatting import format_bytes
 from driftlens.results.listing import RunSummary
 from driftlens.utils.variants import variant_kind
-from driftlens_app.live import SECONDS, live_job_text, show_new_run_jobs, show_welcome_page
+from driftlens_app.job_panel import SECONDS, live_job_text, show_new_run_jobs, show_welcome_page
 from driftlens_app.processes import has_live_job
-from driftlens_app.runs import list_runs
+from driftlens_app.run_cache import list_runs
 from driftlens_app.selection import open_page
 from driftlens_app.settings import Settings
 from driftlens_app.show import (

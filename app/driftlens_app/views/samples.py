@@ -10,8 +10,8 @@ import streamlit as st
 from driftlens.results.measures import sample_outcomes
 from driftlens.results.verdict import verdict
 from driftlens.utils.variants import calibration_name, display_name
-from driftlens_app.live import offer_attribution, show_repair_link
-from driftlens_app.samples import show_explorer, show_explorer_download
+from driftlens_app.job_panel import offer_attribution, show_repair_link
+from driftlens_app.sample_explorer import show_explorer, show_explorer_download
 from driftlens_app.selection import TASK, VARIANTS, Selection, current_selection
 from driftlens_app.show import Page, select_page_part, show_chart, show_note, show_part_charts, show_table
 from driftlens_reports.charts.chart import SECTIONS, chart_names_by_heading

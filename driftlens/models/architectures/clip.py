@@ -60,7 +60,7 @@ from driftlens.models.tracing.block_call import (
     eval_mode,
     run_until_module,
 )
-from driftlens.models.tracing.sites import site_kind, tap_sites
+from driftlens.models.tracing.block_sites import site_kind, tap_sites
 from driftlens.utils.errors import (
     DataError,
     IncompatibleModelsError,

@@ -37,7 +37,7 @@ from driftlens.models.tracing.block_runner import (
     run_model,
     tied_weights,
 )
-from driftlens.models.tracing.sites import siteless_parameters
+from driftlens.models.tracing.block_sites import siteless_parameters
 from driftlens.utils.errors import NumericsError, SpecError, shorten_list
 
 NAME = "sequential"

@@ -73,7 +73,7 @@ from driftlens.models.tracing.block_runner import (
     run_model,
     state_from_inputs,
 )
-from driftlens.models.tracing.sites import siteless_parameters, sites_in_block, tap_sites
+from driftlens.models.tracing.block_sites import siteless_parameters, sites_in_block, tap_sites
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 

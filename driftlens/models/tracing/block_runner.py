@@ -42,7 +42,7 @@ from driftlens.models.tracing.block_call import (
     simulate_meta_blocks,
     zero_out_padding,
 )
-from driftlens.models.tracing.sites import (
+from driftlens.models.tracing.block_sites import (
     BLOCK_ITSELF,
     expert_mixture,
     fused_tensor,

@@ -44,7 +44,7 @@ from driftlens.utils.files import PathLike
 from driftlens.utils.variants import display_name, is_control, variant_kind
 from driftlens_reports.charts.theme import CLASSES, Palette, palette, variant_style
 from driftlens_reports.charts.words import split_overlap_notes
-from driftlens_reports.content import Headline
+from driftlens_reports.content import ReportHeadline
 from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import STYLE, csp_hash, headline_html
 
@@ -72,7 +72,7 @@ class Explorer:
     @functools.cached_property
     def page(self) -> bytes:
         """The HTML page as bytes, identical for the same run."""
-        name, head = _escaped_run_name(self._page_data), Headline.model_validate(headline(self.run))
+        name, head = _escaped_run_name(self._page_data), ReportHeadline.model_validate(headline(self.run))
         header = f'<header><h1>{name}</h1>{headline_html(head)}<p id="verdict"></p></header>'
         return render_page(self._page_data, header)
 

@@ -33,7 +33,7 @@ from driftlens.utils.intervals import Interval
 from driftlens.utils.variants import display_name, variant_kind
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
-from driftlens_reports.content import Headline, ReportContent
+from driftlens_reports.content import ReportContent, ReportHeadline
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
 # Letters beyond which a column's texts may break anywhere.
@@ -201,7 +201,7 @@ def _column_css_classes(table: Table) -> list[str]:
     return [look if shown.kind == "text" else "" for look, shown in zip(looks, table.display_columns(), strict=True)]
 
 
-def headline_html(head: Headline) -> Markup:
+def headline_html(head: ReportHeadline) -> Markup:
     """Return the headline as escaped HTML: sentence, score tiles and score bar."""
     so_far = Markup('<p class="so-far">{}</p>').format(head.so_far) if head.so_far else ""
     tiles = Markup("").join(_model_tile_html(head, variant) for variant in head.tiles)
@@ -214,7 +214,7 @@ def headline_html(head: Headline) -> Markup:
     )
 
 
-def standalone_headline(head: Headline, *, dark: bool = False) -> str:
+def standalone_headline(head: ReportHeadline, *, dark: bool = False) -> str:
     """Return the headline as HTML with its own CSS and the score bar as an image, for Streamlit and notebooks."""
     theme = palette(dark)
     colours = {name: getattr(theme, name) for name in ("surface", "grid", "quiet", "gap")}
@@ -233,7 +233,7 @@ def tile_label(variant: str) -> str:
     return "experts" if variant == "expert" else display_name(variant)
 
 
-def _model_tile_html(head: Headline, variant: str) -> Markup:
+def _model_tile_html(head: ReportHeadline, variant: str) -> Markup:
     mean, name = head.tiles[variant], strip_control_chars(tile_label(variant))
     ends = (math.nan if end is None else end for end in (mean.low, mean.high))
     text, _, interval = format_estimate(Interval(mean.value, *ends, mean.n), head.kind).partition(" (")
@@ -249,7 +249,7 @@ def _model_tile_html(head: Headline, variant: str) -> Markup:
     )
 
 
-def score_axis_range(head: Headline) -> tuple[float, float]:
+def score_axis_range(head: ReportHeadline) -> tuple[float, float]:
     """Return the ends of the score axis, which contains all intervals."""
     ends = [end for mean in head.tiles.values() for end in (mean.low, mean.high) if is_measured(end)]
     low, high = min(ends), max(ends)
@@ -259,7 +259,7 @@ def score_axis_range(head: Headline) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _score_bar_svg(head: Headline) -> Markup:
+def _score_bar_svg(head: ReportHeadline) -> Markup:
     """Draw the scores of all models on one axis as SVG: the repair in colour, the remaining gap in grey."""
     if len(head.tiles) < 2:
         return Markup("")
@@ -294,7 +294,7 @@ def _score_bar_svg(head: Headline) -> Markup:
     ).format(_bar_label(head), Markup("").join(marks))
 
 
-def _bar_label(head: Headline) -> str:
+def _bar_label(head: ReportHeadline) -> str:
     models = ", ".join(
         f"{tile_label(name)} {format_value(mean.value, head.kind)}" for name, mean in head.tiles.items()
     )

@@ -22,7 +22,7 @@ from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import pluralize
 from driftlens.utils.variants import safe_file_name as file_name
 from driftlens_reports.content import ReportContent
-from driftlens_reports.paper.tables import escape_latex as tex, latex_tables
+from driftlens_reports.paper.latex_tables import escape_latex as tex, latex_tables
 
 # Tables of the run with a row per sample: only in a full report.
 _BY_SAMPLE = ("samples", "outputs", "adjoint")

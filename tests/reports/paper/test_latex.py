@@ -10,7 +10,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit, exhibits
-from driftlens_reports.paper.tables import escape_latex, format_number, latex_table, sentence_latex
+from driftlens_reports.paper.latex_tables import escape_latex, format_number, latex_table, sentence_latex
 from tests.reports.paper.drawn import rows_of, typeset
 from tests.reports.paper.saved_runs import EIGHT, scores_run, table_run
 

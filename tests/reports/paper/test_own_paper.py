@@ -17,7 +17,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, draw_exhibit, exhibits
-from driftlens_reports.paper.tables import latex_table
+from driftlens_reports.paper.latex_tables import latex_table
 from tests.quick import few
 from tests.reports.paper.drawn import bars, code_of, draw as drawn, line_points, lines, segments, texts, typeset, words
 from tests.reports.paper.saved_runs import figure_run

@@ -14,7 +14,7 @@ from driftlens.results.measures import main_metrics, variant_score
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.intervals import mean_over_tasks
 from driftlens_reports.paper.exhibit import ExhibitOptions, ExhibitResult, draw_exhibit, exhibits
-from driftlens_reports.paper.tables import AVERAGE, GAIN
+from driftlens_reports.paper.latex_tables import AVERAGE, GAIN
 from tests.reports.paper.drawn import rows_of
 from tests.reports.paper.saved_runs import SMALL, scores_run, table_run
 from tests.runs.full_run import VARIANTS, write_full_run

@@ -12,6 +12,7 @@ from driftlens.results.verdict import Verdict, hide_run_path
 from driftlens.runs.run import DriftRun, has_live_modules, is_analyzed
 from driftlens.utils.progress import format_duration
 from driftlens.utils.variants import display_name, has_attribution
+from driftlens_app.job_requests import SUITES, attribution_request, demo_request, resume_request
 from driftlens_app.processes import (
     MAKING,
     Job,
@@ -27,7 +28,6 @@ from driftlens_app.processes import (
     poll_job,
     start_job,
 )
-from driftlens_app.requests import SUITES, attribution_request, demo_request, resume_request
 from driftlens_app.selection import open_page
 from driftlens_app.settings import Settings, require_root_exists
 from driftlens_app.show import (

@@ -12,7 +12,7 @@ import streamlit as st
 
 from driftlens.runs.manifest import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
-from driftlens_app.runs import run_cache_key
+from driftlens_app.run_cache import run_cache_key
 from driftlens_app.selection import TASK, current_selection, open_page, select_value
 from driftlens_app.settings import require_inside
 from driftlens_app.show import is_dark, script_component, show_errors_in_place

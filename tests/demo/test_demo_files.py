@@ -27,7 +27,7 @@ def test_a_spec_is_the_builders_and_names_files_that_exist(suite: str, tmp_path:
     weights = [spec.base.weights, *(expert.weights for expert in spec.experts.values())]
     assert all(Path(place).exists() for place in (spec.architecture.source, *weights))
     assert spec.tasks == tuple(sorted(SUITES[suite].spec()["data"]))
-    write_spec(tmp_path, SUITES[suite].spec())
+    write_spec(tmp_path, suite)
     assert (tmp_path / "run.yaml").read_text() == spec_file(suite).read_text()
 
 

@@ -49,8 +49,9 @@ families:        ## the table of model families in docs, from what the tests sho
 options:         ## the page of command options in docs, from the commands
 	$(PYTHON) -m tests.command_options > docs/options.new && mv docs/options.new docs/options.md
 
-bench:           ## ratios of time and memory, each from one run on this machine
-	$(PYTHON) -m benchmarks
+bench:           ## measure figures (all, or NAMES="memory text") and write docs/benchmarks.md from them
+	DRIFTLENS_RECORD=1 $(PYTHON) -m benchmarks $(NAMES)
+	$(PYTHON) -m benchmarks.table
 
 demo:            ## the whole tool on the embedded suite
 	driftlens demo --force

@@ -1,19 +1,16 @@
-"""Run every benchmark and print one line each: `python -m benchmarks [--device auto] [name ...]`."""
+"""Run benchmarks, which print a line per figure: `python -m benchmarks [--device auto] [name ...]`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 
-import torch
-
-from driftlens.utils.devices import device_name, resolve_device
+from driftlens.utils.devices import resolve_device
 
 NAMES = (
     "attribution",
     "memory",
     "calibration",
-    "calibration_memory",
     "processes",
     "growth",
     "residual",
@@ -22,23 +19,20 @@ NAMES = (
     "pages",
     "explorer",
     "dashboard",
-    "busy",
     "mixtures",
     "peers",
 )
 
 
 def main() -> None:
-    """Print device and versions, then each benchmark's ratios."""
+    """Run the named benchmarks, by default those that need no further data."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"which ones: {', '.join(NAMES)}")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    chosen = resolve_device(arguments.device)
-    device = f"{torch.get_num_threads()} CPU threads" if chosen.type == "cpu" else device_name(chosen)
-    print(f"torch {torch.__version__}, {device}, float32")
+    device = str(resolve_device(arguments.device))
     for name in arguments.names:
-        print(importlib.import_module(f"benchmarks.{name}").run(str(chosen)), flush=True)
+        importlib.import_module(f"benchmarks.{name}").run(device)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from time import process_time
 
 import torch
 
+from benchmarks.figures import record
 from benchmarks.models import images, vit_b32_pool
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
@@ -29,22 +30,22 @@ SETTINGS = JacobianSettings(nodes=4, max_nodes=4, random=False)
 
 
 @torch.no_grad()
-def run(device: str) -> str:
-    """Return CPU time of one pull-back (4 nodes), of random directions and of prefix swaps, in bare forward passes."""
+def run(device: str) -> None:
+    """Record CPU time of one pull-back (4 nodes), of random directions and of prefix swaps, in bare forward passes."""
     costs = _costs(vit_b32_pool(1, device), images(IMAGES, batch_size=BATCH))
     whole = costs["attribution"]
-    lines = [
-        f"attribution, ViT-B/32 shape, {IMAGES} images, {SETTINGS.nodes} nodes: {whole:.1f} bare forwards (wanted: at "
-        f"most 15); apart: random directions {costs['with random'] - whole:.1f}, prefix swaps {costs['prefixes']:.1f}"
-    ]
+    case = "14 layers of ViT-B/32 shape"
+    shown = {"decomposition of the final drift": whole, "random directions": costs["with random"] - whole}
+    for name, cost in (shown | {"prefix swaps": costs["prefixes"]}).items():
+        target = "at most 15" if cost is whole else ""
+        record("attribution", f"{name}, {case}", f"{cost:.1f} bare forward passes", target, device=device)
     seconds = {}
     for depth in DEPTHS:
         pool, batches = _decoder(depth, device)
         costs = _costs(pool, batches)
         seconds[depth] = costs["attribution"] * costs["bare seconds"]
-        lines.append(f"decoder of {depth} blocks: {costs['attribution']:.1f} bare forwards")
-    lines.append(f"64 blocks against 32: {seconds[64] / seconds[32]:.2f} times (wanted: at most 2.2)")
-    return "\n".join(lines)
+    ratio = f"{seconds[64] / seconds[32]:.2f} times"
+    record("attribution", "decoder of 64 blocks against 32 blocks", ratio, "at most 2.2 times", device=device)
 
 
 def _decoder(depth: int, device: str) -> tuple[ModelPool, list[Batch]]:

@@ -18,7 +18,8 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import criteria
-from benchmarks.repairs import DRAWS, METRICS, PRESETS, SAMPLES, _change, _Clock, _measured, spec_of
+from benchmarks.figures import record
+from benchmarks.repairs import DRAWS, METRICS, NAMES, PRESETS, SAMPLES, _change, _Clock, _measured, spec_of
 
 AUTO = "--auto"
 Draw = Mapping[str, Any]
@@ -29,9 +30,9 @@ def run(
     suites: Sequence[str] = tuple(PRESETS),
     draws: Sequence[int] = range(DRAWS),
     folder: str = "automatic",
-) -> str:
-    """A table per suite of the draws that the folder has, those asked for included."""
-    place, tables = pathlib.Path(folder), []
+) -> None:
+    """Print a table per suite of the draws that the folder has, after adding the missing ones; record the scores."""
+    place = pathlib.Path(folder)
     place.mkdir(exist_ok=True)
     for suite in suites:
         for draw in draws:
@@ -39,10 +40,15 @@ def run(
             if not file.exists():
                 file.write_text(json.dumps(drawn(suite, draw, device)))
         found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{suite}-*.json"))]
-        tables.append(table(suite, found))
+        print(table(suite, found))
+        for name in ("merged", AUTO, "expert"):
+            means = [
+                100 * float(np.mean([np.mean(of["score"]) for of in draw["models"][name].values()])) for draw in found
+            ]
+            value = f"{np.mean(means):.1f} % ({min(means):.1f} to {max(means):.1f} over {len(means)} draws)"
+            record("automatic", f"{NAMES[suite]}: {name}", value, device=device)
         if ranked := [(draw["criteria"], draw["models"]) for draw in found if "criteria" in draw]:
-            tables.append(criteria.table(suite, ranked))
-    return "\n\n".join(tables)
+            print(criteria.table(suite, ranked))
 
 
 def drawn(suite: str, seed: int, device: str) -> Draw:
@@ -180,4 +186,4 @@ if __name__ == "__main__":
     parser.add_argument("--suites", nargs="*", default=tuple(PRESETS))
     parser.add_argument("--draws", nargs="*", type=int, default=range(DRAWS))
     parser.add_argument("--folder", default="automatic", help="where what was measured is kept")
-    print(run("cpu", **vars(parser.parse_args())))
+    run("cpu", **vars(parser.parse_args()))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from benchmarks.calibration_floor import floor_seconds, product_rates
+from benchmarks.figures import record
 from benchmarks.reference_calibration import Clock, Weights, calibrate as reference
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
@@ -30,18 +31,19 @@ ROUNDS = 2
 ON_HOST, ON_ACCELERATOR = ((8, 16), (2, 64)), ((8, 256),)  # tasks, samples of each, features already decoded
 
 
-def run(device: str) -> str:
-    """Some lines per case: ratios to the reference and to the floor, and how exact the weights are.
+def run(device: str) -> None:
+    """Record ratios to the reference and to the arithmetic floor, and how exact the weights are.
 
     Times are those of float32, the best of some rounds. Exact weights are the reference's own in float64, so that
     its rounding isn't ours.
     """
     where = torch.device(device)
     cases = ON_HOST if where.type == "cpu" else ON_ACCELERATOR
-    return "\n".join(_case(tasks, samples, where) for tasks, samples in cases)
+    for tasks, samples in cases:
+        _case(tasks, samples, where)
 
 
-def _case(tasks: int, samples: int, device: torch.device) -> str:
+def _case(tasks: int, samples: int, device: torch.device) -> None:
     models = _models(tasks, device)
     generator = torch.Generator().manual_seed(0)
     pixels = {str(task): torch.randn(samples, 3, 224, 224, generator=generator).to(device) for task in range(tasks)}
@@ -61,17 +63,17 @@ def _case(tasks: int, samples: int, device: torch.device) -> str:
     (ours, layers), (bare, _), (fit, _), (theirs, blocks) = (best[name] for name in candidates)
     floor = floor_seconds(tasks, samples, BLOCKS, rates)
     exact = _in_float64(models, pixels, device)
-    return (
-        f"FeatCal, {tasks} tasks x {samples} samples, {BLOCKS} ViT-B/32 blocks, reference {theirs}\n"
-        f"  with objectives: {ours.beside(theirs, floor)}\n"
-        f"  without, as the reference: {bare.beside(theirs, floor)}\n"
-        f"  `dl.FeatCal().fit`, with its checks: {fit.total:.1f} s of the processors, "
-        f"{theirs.total / fit.total:.2f} times faster than the reference\n"
-        f"  arithmetic floor {floor:.1f} s at {rates.float32:.0f} (float64: {rates.float64:.0f}) G products/s; "
-        f"largest |dW|/|W| of a site, against float64: "
-        f"{_largest_gap([layer.updates for layer in layers], exact):.1e}, "
-        f"reference {_largest_gap(blocks, exact):.1e}"
-    )
+    case = f"FeatCal, {tasks} tasks of {samples} images, {BLOCKS} blocks of ViT-B/32"
+    gaps = [_largest_gap(weights, exact) for weights in ([layer.updates for layer in layers], blocks)]
+    figures = {
+        "with objectives, against the reference": ours.ratios(theirs, floor),
+        "without objectives, against the reference": bare.ratios(theirs, floor),
+        "`FeatCal.fit` with its checks, against the reference": fit.ratios(theirs, floor),
+        "arithmetic floor": f"{floor:.1f} s at {rates.float32:.0f} (float64: {rates.float64:.0f}) G products/s",
+        "largest relative error of weights; of the reference's": "{:.1e}; {:.1e}".format(*gaps),
+    }
+    for name, value in figures.items():
+        record("calibration", f"{case}: {name}", value, device=str(device))
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,11 @@ class _Seconds:
     outside: float
     """Of `total`, outside the forward passes of stem and blocks."""
 
-    def __str__(self) -> str:
-        return (
-            f"{self.wall:.1f} s on the wall, {self.total:.1f} s of the processors, {self.outside:.1f} s of them "
-            "outside forward passes"
-        )
-
-    def beside(self, reference: _Seconds, floor: float) -> str:
-        """These seconds, and how many times faster than the reference's and slower than the floor they are."""
-        times = [getattr(reference, name) / getattr(self, name) for name in ("wall", "total", "outside")]
-        faster = "{:.2f}, {:.2f} and {:.2f} times faster".format(*times)
-        return f"{self}; {faster}, {self.total / floor:.2f} times the floor"
+    def ratios(self, reference: _Seconds, floor: float) -> str:
+        """Return the ratios of CPU time to the reference's, in all and outside forward passes, and to the floor."""
+        outside = reference.outside / self.outside
+        faster = f"{reference.total / self.total:.2f} times faster (outside forward passes {outside:.2f})"
+        return f"{faster}, {self.total / floor:.2f} times the floor"
 
 
 def _timed(device: torch.device, work: Callable[[Clock], Any]) -> tuple[_Seconds, Any]:

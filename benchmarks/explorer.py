@@ -8,6 +8,7 @@ import statistics
 import tempfile
 from typing import Any
 
+from benchmarks.figures import record
 from driftlens_reports.explorer import Explorer
 from tests.browser.chromium import lacking, launch
 from tests.runs.full_run import Size, write_full_run
@@ -39,12 +40,13 @@ _LISTEN = """() => { window.brushed = []; document.querySelector('canvas').addEv
 """A brush takes from when the button is let go until what it chose is drawn, numbers and cards included."""
 
 
-def run(device: str) -> str:
-    """Frames a second and milliseconds, in a headless browser that draws in software."""
+def run(device: str) -> None:
+    """Record frames a second and milliseconds, in a headless browser that draws in software."""
     del device
     reason = lacking()
     if reason:
-        return f"explorer: not measured, since {reason}"
+        print(f"explorer: not measured, since {reason}")
+        return
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
@@ -59,12 +61,12 @@ def run(device: str) -> str:
         size = path.stat().st_size
         browser.close()
     frames, colour, brush = WANTED
-    return (
-        f"explorer, {SIZE.samples:,} samples moving through 4 models, page of {size / 1e6:.1f} MB, medians: "
-        f"{found['frames']:.0f} frames a second, 95 % of them within {found['slow']:.0f} ms (wanted: {frames}); "
-        f"a change of colour {found['colour']:.0f} ms (wanted: {colour}); "
-        f"a brush {found['brush']:.0f} ms (wanted: {brush})"
-    )
+    case = f"{SIZE.samples:,} samples moving through four models"
+    record("explorer", case, f"{found['frames']:.0f} frames per second", f"at least {frames}")
+    record("explorer", f"{case}: slowest 5 % of frames", f"{found['slow']:.0f} ms")
+    record("explorer", f"{case}: change of colour", f"{found['colour']:.0f} ms", f"at most {colour} ms")
+    record("explorer", f"{case}: selection of an area", f"{found['brush']:.0f} ms", f"at most {brush} ms")
+    record("explorer", f"{case}: size of the page", f"{size / 1e6:.1f} MB")
 
 
 def _measured(window: Any) -> dict[str, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.figures import record
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
@@ -100,7 +101,7 @@ def calibration(method: Callable[[], Calibrator]) -> Callable[[ModelPool, Size],
 WORKS: Mapping[str, Callable[[ModelPool, Size], None]] = {
     "diagnosis": diagnosis,
     "FeatCal": calibration(FeatCal),
-    "residual": calibration(ResidualCal),
+    "residual calibration": calibration(ResidualCal),
 }
 
 
@@ -129,21 +130,17 @@ def exponent(seconds: Sequence[float]) -> float:
     return math.log2(seconds[-1] / seconds[-2])
 
 
-def run(device: str) -> str:
-    """A line for each work; the device is the host, as processor seconds are compared."""
-    return written(measured())
+def run(device: str) -> None:
+    """Record the exponents of each work on the host, since CPU seconds are compared."""
+    del device
+    record_exponents(measured())
 
 
-def written(found: Mapping[tuple[str, str], Sequence[float]]) -> str:
-    """Exponents and seconds."""
-    lines = [f"growth from {START} to {TIMES[-1]} times as much of one of them, processor seconds"]
+def record_exponents(found: Mapping[tuple[str, str], Sequence[float]]) -> None:
+    """Record the exponents of the last doubling, one figure per work."""
     for name in WORKS:
-        parts = (
-            f"{what} {exponent(found[name, what]):.2f} ({', '.join(f'{each:.2f}' for each in found[name, what])} s)"
-            for what in Size.__annotations__
-        )
-        lines.append(f"  {name}: " + "; ".join(parts))
-    return "\n".join(lines)
+        values = "; ".join(f"{exponent(found[name, what]):.2f}" for what in Size.__annotations__)
+        record("growth", f"{name}: exponents of {'; '.join(Size.__annotations__)}", values)
 
 
 def draw(found: Mapping[tuple[str, str], Sequence[float]], file: Path) -> None:
@@ -172,6 +169,6 @@ if __name__ == "__main__":
     parser.add_argument("--figure", type=Path, help="where a figure is written")
     arguments = parser.parse_args()
     grown = measured()
-    print(written(grown))
+    record_exponents(grown)
     if arguments.figure:
         draw(grown, arguments.figure)

@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.figures import record
+
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 SAMPLES, SEED = 128, 0
 SUITES = {"real": ("paper-clip", "accuracy", 300), "real_text/llama": ("llama-3b", "exact_match", 200)}
@@ -32,8 +34,8 @@ HEAD = (
 )
 
 
-def run(device: str, methods: Sequence[str] = (), file: str = "mergers.json", minutes: float = math.inf) -> str:
-    """A table for each folder of real models that is there, of the rows that the file has or that were made in time."""
+def run(device: str, methods: Sequence[str] = (), file: str = "mergers.json", minutes: float = math.inf) -> None:
+    """Record what can be measured in time, and print a table per folder of real models of all rows in the file."""
     from driftlens.merging.method import merge_methods
 
     place, started = pathlib.Path(file), time.monotonic()
@@ -48,12 +50,14 @@ def run(device: str, methods: Sequence[str] = (), file: str = "mergers.json", mi
             with multiprocessing.get_context("spawn").Pool(1) as process:
                 known[key] = process.apply(measured, (suite, name, device))
             place.write_text(json.dumps(known, indent=1))
-            print(suite, row(name, known[key]), flush=True)
-    tables = []
+            if "error" not in known[key]:
+                merged, change, error = (100 * number for number in (known[key]["merged"][0], *known[key]["change"]))
+                kind = "images" if suite == "real" else "texts"
+                value = f"{change:+.1f} ± {error:.1f} points (merged {merged:.1f} %)"
+                record("mergers", f"{kind}: `{name}`, change by FeatCal", value, device=device)
     for suite in here:
         rows = [row(name, known[key]) for name in merge_methods if (key := f"{suite}, {name}") in known]
-        tables.append("\n".join([f"{suite}, then FeatCal with {SUITES[suite][0]}", HEAD, *rows]))
-    return "\n\n".join(tables)
+        print("\n".join([f"{suite}, then FeatCal with {SUITES[suite][0]}", HEAD, *rows]))
 
 
 def measured(suite: str, name: str, device: str) -> dict[str, Any]:
@@ -170,4 +174,4 @@ if __name__ == "__main__":
     parser.add_argument("methods", nargs="*")
     parser.add_argument("--file", default="mergers.json", help="where rows are kept")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no row is begun")
-    print(run("cpu", **vars(parser.parse_args())))
+    run("cpu", **vars(parser.parse_args()))

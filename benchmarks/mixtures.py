@@ -9,14 +9,16 @@ import resource
 import tempfile
 from typing import Any
 
+from benchmarks.figures import record
+
 TASKS, SAMPLES, TOKENS = 3, 16, 128
 LAYERS, WIDTH, INNER, EXPERTS = 11, 1024, 3584, 8
 WORDS, SHARDS = 32_000, 4
 WANTED = 1.6
 
 
-def run(device: str) -> str:
-    """Peak resident memory of processes of their own over the bytes of one model in bfloat16."""
+def run(device: str) -> None:
+    """Record the peak resident memory of processes of their own over the bytes of one model in bfloat16."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         # Processes of their own: of one that was large its children would count as large.
@@ -27,11 +29,11 @@ def run(device: str) -> str:
         peaks = {"import alone": _apart(_idle)}
         for job in ("analyze", "featcal"):
             peaks[job] = _apart(_job, folder, job, device)
-    shown = ", ".join(f"{job} {peak:.0f} MiB, {peak / size:.2f}" for job, peak in peaks.items())
-    return (
-        f"a mixture of {EXPERTS} experts, {size:.0f} MiB in bfloat16, {TASKS} experts on disk, {SAMPLES} x {TOKENS} "
-        f"tokens: peak memory and its ratio to one model: {shown} (wanted: at most {WANTED} and the features)"
-    )
+    case = f"mixture of 2 GB, {TASKS} experts on disk: FeatCal; analysis"
+    peak = f"{peaks['featcal'] / 1024:.1f} GB; {peaks['analyze'] / 1024:.1f} GB"
+    target = f"at most {WANTED} times one model, and 2 GiB for features"
+    record("mixtures", case, peak, target, device=device)
+    record("mixtures", "imports alone; one model", f"{peaks['import alone'] / 1024:.1f} GB; {size / 1024:.1f} GB")
 
 
 def _apart(call: Any, *given: Any) -> Any:

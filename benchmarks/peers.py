@@ -35,6 +35,12 @@ STEPS = 10
 FEATCAL, FUSIONBENCH, SURGERY = "DRIFTLENS_FEATCAL", "DRIFTLENS_FUSIONBENCH", "DRIFTLENS_SURGERY"
 CASES = {"featcal": FEATCAL, "regmean": FUSIONBENCH, "wudi": FUSIONBENCH, "surgery": SURGERY}
 """And the variable that each needs."""
+TITLES = {
+    "featcal": "`FeatCal.fit` against the authors' code",
+    "regmean": "RegMean against FusionBench, which solves in float32",
+    "wudi": f"WUDI against FusionBench, {STEPS} of 300 steps",
+    "surgery": f"Surgery against its authors' code, {STEPS} of 1000 steps",
+}
 SIDES = ("ours", "theirs")
 Work = Callable[[], Mapping[str, Tensor] | None]
 """What is measured, and what of it is compared; None where it saves that itself."""
@@ -54,30 +60,31 @@ class Case(NamedTuple):
         return {f"t{task}": torch.randn(SAMPLES, 3, 224, 224, generator=drawn) for task in range(self.tasks)}
 
 
-def run(device: str) -> str:
-    """A line per case."""
+def run(device: str) -> None:
+    """Record a figure per case; cases without their variable are left out."""
     del device
-    lines = [f"beside peers, {BLOCKS} blocks of ViT-B/32, {SAMPLES} samples a task, {STEPS} steps:"]
-    lines.append(f"1 + 2 plain passes, 12 blocks, 64 images: {_compared('analysis', 1)}")
+    _compare("analysis", 1, "analysis of one variant against three forward passes, 12 blocks, 64 images")
     for name, variable in CASES.items():
-        if variable in os.environ:
-            lines += (f"{name}, {tasks} experts: {_compared(name, tasks)}" for tasks in (2, 8))
-        else:
-            lines.append(f"{name}: {variable} names nothing, see benchmarks/peers.py")
-    return "\n  ".join(lines)
+        if variable not in os.environ:
+            print(f"{name}: not measured, since {variable} is not set; see benchmarks/peers.py")
+            continue
+        for tasks in (2, 8):
+            target = "at least 1.9 times" if name == "featcal" else ""
+            _compare(name, tasks, f"{TITLES[name]}, {tasks} experts, {BLOCKS} blocks of ViT-B/32", target)
 
 
-def _compared(name: str, tasks: int) -> str:
+def _compare(name: str, tasks: int, figure: str, target: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         case = Case(name, tasks, Path(folder))
         if CASES.get(name) == FUSIONBENCH:
             _child(case, "write")
         rounds = [[_child(case, side) for side in SIDES] for _ in range(ROUNDS)]
         own, other = ([min(of) for of in zip(*side, strict=True)] for side in zip(*rounds, strict=True))
-        return (
-            f"{own[0]:.2f} s of the processors, theirs {other[0]:.2f}, {other[0] / own[0]:.2f} times faster; peak "
-            f"{own[1]:.0f} MB, {own[2]:.0f} of them before, theirs {other[1]:.0f} and {other[2]:.0f}{_apart(case)}"
-        )
+        from benchmarks.figures import record
+
+        faster = f"{other[0] / own[0]:.2f} times faster ({own[0]:.1f} s against {other[0]:.1f} s)"
+        peak = f"peak {own[1] / 1e3:.1f} GB against {other[1] / 1e3:.1f} GB"
+        record("peers", figure, f"{faster}; {peak}{_apart(case)}", target)
 
 
 def _child(case: Case, side: str) -> list[float]:
@@ -106,7 +113,7 @@ def _apart(case: Case) -> str:
             value = theirs.get_tensor(name).double()
             apart[name] = float((ours.get_tensor(name).double() - value).norm() / value.norm())
     name = max(apart, key=apart.__getitem__)
-    return f"; largest difference of a tensor {apart[name]:.1e} of its norm ({name})"
+    return f"; largest relative difference {apart[name]:.1e}"
 
 
 @torch.no_grad()

@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import record
 from driftlens.utils.intervals import Interval, mean_change, mean_over_tasks
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 SAMPLES, DRAWS, TEXTS = 64, 5, 200
 PRESETS = {"real": "paper-clip", "embedded": "paper-clip", "t5": "flan-t5", "llama": "llama-3b"}
+NAMES = {"real": "images", "embedded": "embedded images", "t5": "texts of T5", "llama": "texts"}
 METRICS = {"real": "accuracy", "embedded": "accuracy", "t5": "exact_match", "llama": "exact_match"}
 FEATCAL, AUTO = "FeatCal's preset", "--auto"
 FEW = 16
@@ -55,9 +57,9 @@ def run(
     methods: Sequence[str] = (),
     folder: str = "repairs",
     samples: int = SAMPLES,
-) -> str:
-    """A table per suite of the draws that the folder has, those asked for included; methods by title or name."""
-    place, tables = pathlib.Path(folder), []
+) -> None:
+    """Print and record the draws that the folder has, after adding the missing ones; methods by title or name."""
+    place = pathlib.Path(folder)
     place.mkdir(exist_ok=True)
     for suite in suites:
         kept = suite if samples == SAMPLES else f"{suite}-of-{samples}"
@@ -75,12 +77,19 @@ def run(
                 complete(place / f"{kept}-{draw}.json", suite, draw, device, wanted, samples)
         found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{kept}-[0-9]*.json"))]
         if not found:
-            tables.append(f"{suite}: not on this machine")
+            print(f"{suite}: not on this machine")
             continue
-        tables.append(table(suite, found, ("base", "expert", "merged", *asked), samples))
+        titles = ("base", "expert", "merged", *asked)
+        print(table(suite, found, titles, samples))
         chosen = [draw["chosen"] for draw in found if "chosen" in draw]
-        tables.append(f"{AUTO} chose, by draw: {'; '.join(chosen) or 'not run'}")
-    return "\n\n".join(tables)
+        print(f"{AUTO} chose, by draw: {'; '.join(chosen) or 'not run'}")
+        for title in titles:
+            draws = [draw["models"] for draw in found if title in draw["models"]]
+            if draws:
+                costs = [draw["costs"][title] for draw in found if title in draw["costs"]]
+                _, score, _, _, gain, *_ = _row(title, draws, list(draws[0]["merged"]), costs)
+                value = f"{score} %" + (f" (against merged {gain})" if gain else "")
+                record("repairs", f"{NAMES[suite]}, {samples} samples: {title}", value, device=device)
 
 
 def complete(
@@ -268,4 +277,4 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="*", default=(), help="titles or names; all where none is given")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="for calibration, a task")
     parser.add_argument("--folder", default="repairs", help="where what was measured is kept")
-    print(run("cpu", **vars(parser.parse_args())))
+    run("cpu", **vars(parser.parse_args()))

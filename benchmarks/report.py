@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 
+from benchmarks.figures import record
 from benchmarks.timing import seconds_of
 from tests.runs.full_run import Size, write_full_run
 
@@ -26,24 +27,22 @@ print(time.perf_counter() - started)
 """
 
 
-def run(device: str) -> str:
-    """Seconds of a JSON and of an HTML report; `device` makes no difference."""
+def run(device: str) -> None:
+    """Record the seconds of a JSON and of an HTML report; `device` makes no difference."""
     del device
     with tempfile.TemporaryDirectory() as folder:
         tasks = [f"task {at}" for at in range(TASKS)]
         saved = write_full_run(pathlib.Path(folder) / "run", tasks=tasks, size=SIZE)
-        found = [_measured(saved, name) for name in WANTED]
-    return (
-        f"report, {TASKS} tasks, {SIZE.blocks} blocks, {SIZE.samples} samples, after imports and as a whole command: "
-        + "; ".join(found)
-    )
+        for name in WANTED:
+            _measure(saved, name)
 
 
-def _measured(saved: pathlib.Path, name: str) -> str:
+def _measure(saved: pathlib.Path, name: str) -> None:
     inside = float(_output([sys.executable, "-c", _INSIDE, str(saved), name]))
     command = [sys.executable, "-m", "driftlens", "report", str(saved), "--format", name]
     whole = seconds_of(lambda: _output(command))
-    return "{} {:.1f} s and {:.1f} s (wanted: {} and {})".format(name, inside, whole, *WANTED[name])
+    figure = f"{name.upper()} report after imports; as a whole command"
+    record("report", figure, f"{inside:.1f} s; {whole:.1f} s", "{} s; {} s".format(*WANTED[name]))
 
 
 def _output(command: list[str]) -> str:

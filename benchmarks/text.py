@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.figures import record
 from benchmarks.timing import best_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
@@ -31,28 +32,30 @@ SHAPE: Mapping[str, int] = {
 }
 
 
-def run(device: str) -> str:
-    """A line each for the decomposition of a decoder and of a mixture, and for FeatCal on an encoder-decoder."""
+def run(device: str) -> None:
+    """Record the cost of decomposing a decoder's and a mixture's drift, and of FeatCal on an encoder-decoder."""
     where = torch.device(device)
-    return f"{_dense(where)}\n{_mixture(where)}\n{_featcal(where)}"
+    _dense(where)
+    _mixture(where)
+    _featcal(where)
 
 
-def _dense(device: torch.device) -> str:
+def _dense(device: torch.device) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _decomposition(LlamaForCausalLM, LlamaConfig(intermediate_size=2048, **SHAPE), "decoder", 1.3, device)
+    _decomposition(LlamaForCausalLM, LlamaConfig(intermediate_size=2048, **SHAPE), "decoder", 1.3, device)
 
 
-def _mixture(device: torch.device) -> str:
+def _mixture(device: torch.device) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(intermediate_size=1024, num_local_experts=8, num_experts_per_tok=2, **SHAPE)
-    return _decomposition(MixtralForCausalLM, config, "mixture of 8 experts, 2 active,", 1.4, device)
+    _decomposition(MixtralForCausalLM, config, "mixture of 8 experts, 2 active,", 1.4, device)
 
 
 @torch.no_grad()
-def _decomposition(kind: type[nn.Module], config: Any, title: str, wanted: float, device: torch.device) -> str:
-    """The walk with all columns over three passes of the library: both models, and the merged one once more."""
+def _decomposition(kind: type[nn.Module], config: Any, title: str, wanted: float, device: torch.device) -> None:
+    """Record the walk with all columns over three passes of the library: both models, and the merged one once more."""
     models = {name: _near(kind, config, seed, device) for seed, name in enumerate(("expert:a", "merged"))}
     batches = _batches(0, device, answer=0)
     # As files are opened: what is shared by all models has no weights.
@@ -70,14 +73,13 @@ def _decomposition(kind: type[nn.Module], config: Any, title: str, wanted: float
 
     seconds = best_of({"decomposition": decomposition, "bare": bare}, rounds=3)
     ratio = seconds["decomposition"] / seconds["bare"]
-    return (
-        f"decomposition of one variant, {title} of 12 x 768, {SAMPLES} texts of {TOKENS} tokens: "
-        f"{seconds['decomposition']:.2f} s, 3 passes of the library: {seconds['bare']:.2f} s, "
-        f"ratio {ratio:.2f} (wanted: at most {wanted})"
+    figure = (
+        f"decomposition of one variant against three forward passes, {title} of 12 x 768, {SAMPLES} texts of {TOKENS}"
     )
+    record("text", f"{figure} tokens", f"{ratio:.2f} times", f"at most {wanted} times", device=str(device))
 
 
-def _featcal(device: torch.device) -> str:
+def _featcal(device: torch.device) -> None:
     """Both ways in turns, with the settings published for FLAN-T5."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -107,12 +109,10 @@ def _featcal(device: torch.device) -> str:
 
     seconds = best_of({"ours": ours, "theirs": theirs}, rounds=2, warm_up=False)
     gap = _largest_gap(pool, found["ours"], found["theirs"])
-    return (
-        f"FeatCal, T5-base shape, {TASKS} tasks x {SAMPLES} texts of {TOKENS} + {ANSWER} tokens: "
-        f"{seconds['ours']:.1f} s, with hooks on the library's modules {seconds['theirs']:.1f} s, "
-        f"{seconds['theirs'] / seconds['ours']:.2f} times faster (wanted: 1.3); "
-        f"largest |dW|/|W| of a site between both: {gap:.1e}"
-    )
+    case = f"FeatCal, shape of T5-base, {TASKS} tasks of {SAMPLES} texts of {TOKENS} + {ANSWER} tokens"
+    faster = f"{seconds['theirs'] / seconds['ours']:.2f} times faster ({seconds['ours']:.1f} s)"
+    record("text", f"{case}, against hooks on the modules", faster, "at least 1.3 times", device=str(device))
+    record("text", f"{case}: largest relative difference of weights", f"{gap:.1e}", device=str(device))
 
 
 def _near(kind: type[nn.Module], config: Any, seed: int, device: torch.device) -> Any:

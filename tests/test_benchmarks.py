@@ -9,10 +9,11 @@ import pytest
 import benchmarks
 from benchmarks import device, figures, table
 
-MODULES = {module.name for module in pkgutil.iter_modules(benchmarks.__path__)}
+PACKAGE = "benchmarks."
+MODULES = {module.name.removeprefix(PACKAGE) for module in pkgutil.walk_packages(benchmarks.__path__, PACKAGE)}
 
 
-@pytest.mark.parametrize("name", sorted(MODULES - {"__main__"}))
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if not name.endswith("__main__")))
 def test_every_benchmark_can_be_imported(name: str) -> None:
     importlib.import_module(f"benchmarks.{name}")
 

@@ -24,9 +24,8 @@ from driftlens.results.verdict import Headline, headline, verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError, pluralize
 from driftlens.utils.files import PathLike, write_text_atomic
-from driftlens.utils.variants import variant_kind
 from driftlens_reports.charts.picking import worst_task
-from driftlens_reports.charts.theme import LIGHT
+from driftlens_reports.charts.theme import LIGHT, colour_role
 from driftlens_reports.charts.words import shorten_middle
 from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import score_axis_range, tile_label
@@ -89,7 +88,7 @@ def _summary_image_png(run: DriftRun, name: str) -> bytes:
         for task in {task for _, task, _ in pair}:
             label = f"features of {shorten_middle(task, 18)}"
             _draw_text(figure, _PAIR, 0.185, label, fontsize=11, color=LIGHT.quiet)
-            expert = {"color": LIGHT.roles["expert"][0], "ha": "right"}
+            expert = {"color": LIGHT.roles["expert"], "ha": "right"}
             _draw_text(figure, 0.95, 0.185, "light blue: its expert", fontsize=11, **expert)
         target = io.BytesIO()
         figure.savefig(target, format="png", dpi=100, metadata={})
@@ -104,7 +103,7 @@ def _draw_text(figure: Figure, x: float, y: float, text: str, **looks: Any) -> N
 def _draw_image_text(figure: Figure, run: DriftRun, head: Headline) -> None:
     """Draw the run name, headline, score of every model and provenance on the summary image."""
     say = partial(_draw_text, figure)
-    say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"][0])
+    say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"])
     name = textwrap.shorten(strip_control_chars(run.name), 60, placeholder="…")
     say(0.95, 0.94, name, fontsize=15, ha="right")
     sentence = "\n".join(textwrap.wrap(keep_units_together(typeset_signs(head.text)), _LINE)[:4])
@@ -116,7 +115,8 @@ def _draw_image_text(figure: Figure, run: DriftRun, head: Headline) -> None:
     for place, (variant, mean) in enumerate(head.tiles.items()):
         x = 0.05 + 0.14 * place
         text, _, ends = format_estimate(mean, head.kind).partition(" (")
-        say(x, 0.49, tile_label(variant)[:14], fontsize=13, color=LIGHT.roles[variant_kind(variant)][0])
+        say(x, 0.49, "\N{BLACK CIRCLE}", fontsize=13, color=LIGHT.roles[colour_role(variant)])
+        say(x + 0.016, 0.49, tile_label(variant)[:14], fontsize=13)
         say(x, 0.45, text, fontsize=22, fontweight="bold")
         say(x, 0.385, ends.removesuffix(")"), fontsize=10, color=LIGHT.quiet)
     where = f"{head.measure}, {head.so_far or pluralize(len(run.tasks), 'task')}; run {run.id}"
@@ -134,7 +134,7 @@ def _draw_score_bar(axes: Axes, head: Headline) -> None:
     axes.set(xlim=(low, high), ylim=(-1, 1))
     axes.plot([low, high], [0, 0], color=LIGHT.grid, linewidth=2, zorder=1)
     for variant, mean in head.tiles.items():
-        colour = LIGHT.roles[variant_kind(variant)][0]
+        colour = LIGHT.roles[colour_role(variant)]
         if is_measured(mean.low):
             axes.plot([mean.low, mean.high], [0, 0], color=colour, linewidth=4, zorder=3)
         axes.plot(
@@ -163,9 +163,9 @@ def _scatter_features(axes: Axes, variant: str, frames: Any) -> None:
     experts, points = frames
     # Faded behind another model, whose points must stand out.
     opacity = 1 if variant == "expert" else 0.35
-    axes.scatter(experts["x"], experts["y"], 9, LIGHT.roles["expert"][0], linewidths=0, alpha=opacity)
+    axes.scatter(experts["x"], experts["y"], 9, LIGHT.roles["expert"], linewidths=0, alpha=opacity)
     if variant != "expert":
-        axes.scatter(points["x"], points["y"], 9, LIGHT.roles[variant_kind(variant)][0], linewidths=0)
+        axes.scatter(points["x"], points["y"], 9, LIGHT.roles[colour_role(variant)], linewidths=0)
     axes.set(xticks=[], yticks=[])
     axes.set_title(strip_control_chars(tile_label(variant))[:20], fontsize=13, color=LIGHT.ink, parse_math=False)
     for side in axes.spines.values():

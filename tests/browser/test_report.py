@@ -75,7 +75,7 @@ def test_what_is_drawn_are_the_numbers_of_the_table(report: Report, context: Any
 def test_the_pages_style_leaves_the_charts_colours_alone(report: Report, context: Any) -> None:
     page = drawn(report, context).page
     fills = page.evaluate(
-        """() => [...document.querySelectorAll('[data-figure=plot-accuracy] pattern rect')]
+        """() => [...document.querySelectorAll('[data-figure=plot-accuracy] .bars path')]
              .map(part => getComputedStyle(part).fill)"""
     )
     is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")

@@ -280,8 +280,8 @@ _SETTINGS = {
     "alpha": "alpha (share of expert features)",
     "n": "n (calibration samples per task, log)",
 }
-# The curves are of many calibrations, in the colour of the first one.
-_CALIBRATED = "calibrated:"
+# The curves are of many calibrations by FeatCal.
+_CALIBRATED = "calibrated:featcal"
 
 
 class _SweepMeasure(NamedTuple):

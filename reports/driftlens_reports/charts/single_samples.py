@@ -243,8 +243,8 @@ def _annotate_panel(grid: panels.PanelGrid, panel: int, x_title: str, quality: p
 
 
 _KEPT, _FLIPPED = "kept", "flipped"
-# Index in the sequential scale and hatch of each outcome. Heavier is worse in both.
-_LOOKS = {_FLIPPED: (5, "x"), _KEPT: (2, "")}
+# The outcome whose colour each decision has.
+_LOOKS = {_FLIPPED: "wrong", _KEPT: "right"}
 _FLIPPED_SHARE = "share flipped, all margins"
 
 
@@ -283,17 +283,12 @@ def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
             f"{pluralize(row[_FLIPPED] + row[_KEPT], 'sample')} flipped"
             for row in part.to_dict("records")
         ]
-        for outcome, (shade, hatch) in _LOOKS.items():
-            fill = {
-                "color": brush.palette.sequential[shade],
-                "line": {"color": brush.palette.quiet, "width": 0.5},
-                "pattern": {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25},
-            }
+        for outcome, colour in _LOOKS.items():
             bars = theme.bar(
                 x=part["middle"].tolist(),
                 y=part[outcome].tolist(),
                 width=(part["to"] - part["from"]).tolist(),
-                marker=fill,
+                marker={"color": brush.palette.outcomes[colour]},
                 text=texts,
                 textposition="none",
                 hovertemplate=f"%{{text}}<extra>{outcome}</extra>",

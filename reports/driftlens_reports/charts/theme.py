@@ -1,8 +1,9 @@
-"""The theme of all charts: colours by role (Okabe-Ito, contrast 3:1 or more), layout, and markers of variants."""
+"""The theme of all charts: one colour per model and per outcome, layout, and markers of variants."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb
 
 from driftlens.results.formatting import format_percent
-from driftlens.utils.variants import Part, variant_kind
+from driftlens.utils.variants import variant_kind
 from driftlens_reports.charts.words import escape_plotly, escaped_label, variant_label
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
@@ -30,7 +31,8 @@ TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
 class Palette:
     """Colours of the light or the dark theme.
 
-    `roles`: by part the shades of its variants; `gap`: where a heatmap has no number; `tones`: of sentences.
+    `roles`: of models, by `colour_role`; `outcomes`: of samples, in hues that no model has; `gap`: where a heatmap has
+    no number; `tones`: of sentences. Colours of one mapping differ to every kind of colour vision.
     """
 
     surface: str
@@ -38,7 +40,8 @@ class Palette:
     quiet: str
     grid: str
     gap: str
-    roles: Mapping[Part, Sequence[str]]
+    roles: Mapping[str, str]
+    outcomes: Mapping[str, str]
     sequential: Sequence[str]
     diverging: Sequence[str]
     tones: Mapping[str, str]
@@ -51,11 +54,23 @@ LIGHT = Palette(
     grid="#E3E3E3",
     gap="#D0D0D0",
     roles={
-        "base": ("#0F4D25",),
-        "expert": ("#0072B2",),
-        "merged": ("#6B6B6B",),
-        "calibrated": ("#D55E00", "#8A3B00", "#B07800"),
-        "baseline": ("#6D1FD0", "#3F0E80", "#A3439B"),
+        "base": "#232224",
+        "expert": "#0072B2",
+        "merged": "#6B6B6B",
+        "featcal": "#D55E00",
+        "residual": "#4B2C81",
+        "surgery": "#05A2A9",
+        "prob_surgery": "#01506F",
+        "calibrated": "#E0559A",
+        "baseline": "#664F03",
+    },
+    outcomes={
+        "right": "#0EA671",
+        "repaired": "#7B9843",
+        "wrong": "#D7191C",
+        "broken": "#702038",
+        "never gained": "#2C3600",
+        "expert wrong": "#206D65",
     },
     sequential=("#FBF3E0", "#F3CF92", "#E89B57", "#C8603C", "#8A3142", "#3F1538"),
     diverging=("#0B2A5B", "#2F6DB0", "#A9CBE6", "#F6F6F6", "#F9C79B", "#EE8A3C", "#C55200"),
@@ -68,11 +83,23 @@ DARK = Palette(
     grid="#363636",
     gap="#4A4A4A",
     roles={
-        "base": ("#2F8F4A",),
-        "expert": ("#56B4E9",),
-        "merged": ("#B8B8B8",),
-        "calibrated": ("#E69F00", "#FFD98A", "#D9772B"),
-        "baseline": ("#A45CF2", "#CFAAFF", "#E07BD0"),
+        "base": "#F1F1F1",
+        "expert": "#7FA8FF",
+        "merged": "#A4A4A4",
+        "featcal": "#EE7C26",
+        "residual": "#8A63D2",
+        "surgery": "#6FCFE5",
+        "prob_surgery": "#448AB0",
+        "calibrated": "#A8537F",
+        "baseline": "#DABA79",
+    },
+    outcomes={
+        "right": "#4DB56A",
+        "repaired": "#B4F531",
+        "wrong": "#EF3B3B",
+        "broken": "#9C4A55",
+        "never gained": "#EDED89",
+        "expert wrong": "#55F4D4",
     },
     sequential=("#24182E", "#552449", "#913A4A", "#CC663F", "#EBA45F", "#FBE9BE"),
     diverging=("#7FB4F0", "#3F7CC4", "#1F416B", "#232323", "#7A3E10", "#CF7420", "#FFC98A"),
@@ -92,45 +119,52 @@ def palette(dark: bool) -> Palette:
 
 @dataclass(frozen=True)
 class VariantStyle:
-    """The plot style of one variant: colour, marker, dash and hatch."""
+    """The plot style of one variant: colour, marker and dash."""
 
     colour: str
     symbol: str
     dash: str
-    hatch: str
 
 
-# By part: symbols, dashes and hatches of its first, second and third variant, as with shades.
-_MARKS: Mapping[Part, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
-    "base": (("triangle-up",), ("dot",), (".",)),
-    "expert": (("circle",), ("longdash",), ("x",)),
-    "merged": (("square",), ("dash",), ("/",)),
-    "calibrated": (
-        ("diamond", "star", "hexagon", "bowtie"),
-        ("solid", "10px,2px", "8px,2px,2px,2px"),
-        ("", "-", "|"),
-    ),
-    "baseline": (
-        ("triangle-down", "cross", "x", "pentagon"),
-        ("dashdot", "longdashdot", "4px,2px"),
-        ("\\", "+", "-"),
-    ),
-}
+# Methods whose calibrations have a colour in every run, by the name of the calibration: FEATCAL, FEATCAL-2.
+_METHOD = re.compile("(featcal|residual|surgery|prob_surgery)(?![a-z])")
+# By role, the first symbol and dash; further variants of the role take the next ones.
+_SYMBOLS = (
+    *("triangle-up", "circle", "square", "diamond", "star", "hexagon", "bowtie", "octagon"),
+    *("triangle-down", "cross", "x", "pentagon"),
+)
+_DASHES = ("dot", "longdash", "dash", "solid", "10px,2px", "8px,2px,2px,2px", "2px,2px", "12px,4px", "dashdot")
+
+
+def colour_role(variant: str) -> str:
+    """Return the key of a variant's colour in `Palette.roles`: its method's for calibrations, else its kind."""
+    kind = variant_kind(variant)
+    method = _METHOD.match(variant.partition(":")[2]) if kind == "calibrated" else None
+    return method[1] if method else kind
 
 
 def variant_style(variants: Sequence[str], variant: str, *, dark: bool) -> VariantStyle:
-    """Return the plot style of `variant`, fixed by its rank among all variants of the run.
+    """Return the plot style of `variant`: its role's, darker or lighter for further variants of the same role.
 
     Args:
         variants: all variants of the run.
         variant: the variant to draw.
         dark: True for the dark theme.
     """
-    part = variant_kind(variant)
-    alike = [name for name in variants if variant_kind(name) == part]
-    index = alike.index(variant) if variant in alike else 0
-    # Styles repeat if there are more variants than marks.
-    return VariantStyle(*(marks[index % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
+    theme, role = palette(dark), colour_role(variant)
+    alike = [name for name in variants if colour_role(name) == role]
+    rank, place = alike.index(variant) if variant in alike else 0, [*theme.roles].index(role)
+    return VariantStyle(
+        _mix_colours(theme.roles[role], theme.ink, 0.3 * (rank % 3)),
+        _SYMBOLS[(place + rank) % len(_SYMBOLS)],
+        _DASHES[(place + rank) % len(_DASHES)],
+    )
+
+
+def _mix_colours(colour: str, other: str, share: float) -> str:
+    """Return `colour` with a share in [0, 1] of another one; both as #RRGGBB."""
+    pairs = zip(hex_to_rgb(colour), hex_to_rgb(other), strict=True)
+    return "#" + "".join(f"{round(one + (two - one) * share):02X}" for one, two in pairs)
 
 
 def with_opacity(colour: str, opacity: float) -> str:
@@ -280,13 +314,12 @@ class VariantPlotter:
         ends: Ends | None = None,
         **changes: Any,
     ) -> TraceSettings:
-        """Return the values of a variant as a bar trace with its hatch; `ends` are of whiskers."""
+        """Return the values of a variant as a bar trace; `ends` are of whiskers."""
         values, style = y.astype(float), self.style_of(variant)
-        pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
         trace = bar(
             x=list(x),
             y=_nan_to_none(values),
-            marker={"color": style.colour, "pattern": pattern},
+            marker={"color": style.colour},
             textposition="none",
             error_y=error_bars(values, *ends, self.palette.ink) if ends else None,
             **self.legend_settings(variant),

@@ -42,7 +42,7 @@ from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError
 from driftlens.utils.files import PathLike
 from driftlens.utils.variants import display_name, is_control, variant_kind
-from driftlens_reports.charts.theme import CLASSES, Palette, palette, variant_style
+from driftlens_reports.charts.theme import CLASSES, Palette, colour_role, palette, variant_style
 from driftlens_reports.charts.words import split_overlap_notes
 from driftlens_reports.content import ReportHeadline
 from driftlens_reports.formats import save_files
@@ -153,7 +153,8 @@ def _css_properties(theme: Palette, classes: tuple[str, ...]) -> str:
         **{name: getattr(theme, name) for name in ("surface", "ink", "quiet", "grid", "gap")},
         **{"scale": ",".join(theme.sequential), "classes": ",".join(classes)},
         **theme.tones,
-        **{f"role-{part}": shades[0] for part, shades in theme.roles.items()},
+        **{f"role-{role}": colour for role, colour in theme.roles.items()},
+        **{f"outcome-{name.replace(' ', '-')}": colour for name, colour in theme.outcomes.items()},
     }
     return " ".join(f"--{name}: {value};" for name, value in rules.items())
 
@@ -240,6 +241,7 @@ def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_p
         "stages": [
             {
                 **{"name": name, "title": strip_control_chars(display_name(name)), "part": variant_kind(name)},
+                "role": colour_role(name),
                 "colours": [variant_style(run.variants, name, dark=dark).colour for dark in (False, True)],
             }
             for name in stages

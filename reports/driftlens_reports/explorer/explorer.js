@@ -9,7 +9,8 @@
   const GLYPHS = "●■◆▲✚✖▼★";
   const GOOD = ["right", "repaired"];
   const CHANGED = ["wrong", "repaired", "still wrong", "broken"]; // by the merge, and by the repair: what stands side by side
-  const OUTCOME_LOOKS = { right: [0, 0], repaired: [2, 3], "still wrong": [1, 5], wrong: [1, 5], broken: [3, 6], "expert wrong": [5, 2] };
+  // Outcomes that show the same of a sample share a colour; the others have the one of their name.
+  const COLOUR_OF = { "still wrong": "wrong" }, OUTCOME_SHAPES = { right: 0, repaired: 3, "still wrong": 5, wrong: 5, broken: 6, "never gained": 4, "expert wrong": 2 };
   const calm = matchMedia("(prefers-reduced-motion: reduce)"), scheme = matchMedia("(prefers-color-scheme: dark)");
   const root = document.documentElement;
 
@@ -117,11 +118,12 @@
     ink = { surface: channels(get("surface")), ink: channels(get("ink")), quiet: channels(get("quiet")), gap: channels(get("gap")) };
     ink.scale = get("scale").split(",").map(channels).slice(1);
     ink.classes = get("classes").split(",").map(channels);
+    ink.outcomes = Object.fromEntries([...outcomeNames, "right", "wrong"].map((name) => [name, channels(get(`outcome-${(COLOUR_OF[name] ?? name).replaceAll(" ", "-")}`))]));
   };
   const lookOf = (key, at) => {
     if (at < 0) return [ink.gap, 0];
-    if (key === "outcome") { const [c, s] = OUTCOME_LOOKS[outcomeNames[at]]; return [ink.classes[c], s]; }
-    if (key === "right" || key === "flip") return [ink.classes[at], at ? 5 : 0];
+    if (key === "outcome") return [ink.outcomes[outcomeNames[at]], OUTCOME_SHAPES[outcomeNames[at]]];
+    if (key === "right" || key === "flip") return [ink.outcomes[at ? "wrong" : "right"], at ? 5 : 0];
     return [ink.classes[at % ink.classes.length], at % GLYPHS.length];
   };
   const onScale = (share) => {
@@ -922,7 +924,7 @@
     bound("as", "as", () => {});
     $("panels").options[2].hidden = data.tasks.length < 2;
     Object.assign($("stage"), { max: S - 1, value: state.stage, oninput: () => { playing = null; state.stage = Number($("stage").value); for (const panel of panels) panel.place(); showStage(); redraw(); } });
-    $("stops").replaceChildren(...data.stages.map((stage, at) => { const stop = button(stage.title, `stop role-${stage.part}`, () => goTo(at), at === stageAt()); return stop; }));
+    $("stops").replaceChildren(...data.stages.map((stage, at) => { const stop = button(stage.title, `stop role-${stage.role}`, () => goTo(at), at === stageAt()); return stop; }));
     $("play").onclick = () => { if (playing) { playing = null; showStage(); refresh(); } else { if (state.stage >= S - 1) state.stage = 0; goTo(S - 1); } };
     Object.assign($("layer"), { max: Math.max(0, L - 1), value: state.layer, oninput: () => { state.layer = Number($("layer").value); layOut(); refilter(); recolour(); refresh(); } });
     $("layer").closest("label").hidden = L < 2;

@@ -32,7 +32,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import Interval
 from driftlens.utils.variants import display_name, variant_kind
 from driftlens_reports.charts.chart import Drawn
-from driftlens_reports.charts.theme import palette
+from driftlens_reports.charts.theme import colour_role, palette
 from driftlens_reports.content import ReportContent, ReportHeadline
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
@@ -218,7 +218,7 @@ def standalone_headline(head: ReportHeadline, *, dark: bool = False) -> str:
     """Return the headline as HTML with its own CSS and the score bar as an image, for Streamlit and notebooks."""
     theme = palette(dark)
     colours = {name: getattr(theme, name) for name in ("surface", "grid", "quiet", "gap")}
-    colours |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
+    colours |= {**theme.tones, **{f"role-{role}": colour for role, colour in theme.roles.items()}}
     variables = "".join(f"--{name}:{colour};" for name, colour in colours.items())
     html = str(headline_html(head))
     if drawing := str(_score_bar_svg(head)):
@@ -242,7 +242,7 @@ def _model_tile_html(head: ReportHeadline, variant: str) -> Markup:
         '<dd class="ends">{}</dd></div>'
     ).format(
         name,
-        variant_kind(variant),
+        colour_role(variant),
         name,
         keep_units_together(text),
         keep_units_together(interval.removesuffix(")")) or head.measure,
@@ -274,17 +274,17 @@ def _score_bar_svg(head: ReportHeadline) -> Markup:
             left, 16 - thickness / 2, right - left, thickness, colour
         )
 
-    parts = {variant_kind(name): mean for name, mean in head.tiles.items()}
-    path = [part for part in ("merged", "calibrated", "expert") if part in parts]
+    by_kind = {variant_kind(name): name for name in head.tiles}
+    path = [by_kind[kind] for kind in ("merged", "calibrated", "expert") if kind in by_kind]
     marks = [bar_segment(low, high, 2, "grid")]
-    for part, after in itertools.pairwise(path):
-        colour = "gap" if after == "expert" else f"role-{after}"
-        marks.append(bar_segment(parts[part].value, parts[after].value, 10, colour))
-    for part, mean in parts.items():
+    for before, after in itertools.pairwise(path):
+        colour = "gap" if after == "expert" else f"role-{colour_role(after)}"
+        marks.append(bar_segment(head.tiles[before].value, head.tiles[after].value, 10, colour))
+    for name, mean in head.tiles.items():
         if is_measured(mean.low) and is_measured(mean.high):
-            marks.append(bar_segment(mean.low, mean.high, 3, f"role-{part}"))
+            marks.append(bar_segment(mean.low, mean.high, 3, f"role-{colour_role(name)}"))
         dot = '<circle cx="{:.2f}%" cy="16" r="7" fill="var(--role-{})" stroke="var(--surface)" stroke-width="2"/>'
-        marks.append(Markup(dot).format(place(mean.value), part))
+        marks.append(Markup(dot).format(place(mean.value), colour_role(name)))
     for x, anchor, value in ((2, "start", low), (98, "end", high)):
         text = Markup('<text x="{}%" y="42" text-anchor="{}" fill="var(--quiet)">{}</text>')
         marks.append(text.format(x, anchor, format_value(value, head.kind)))

@@ -24,7 +24,7 @@ from driftlens.results.projection import project, stratified_subset
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError, NumericsError
-from driftlens_reports.charts.theme import LIGHT, variant_style
+from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.charts.words import (
     count_range,
     shorten_middle,
@@ -118,10 +118,10 @@ def _draw_score_bars(
         scores = [variant_score(run, task, variant, metric) for task, metric in metrics.items()]
         ends = {name: [getattr(score, name) for score in scores] for name in ("value", "low", "high")}
         where = np.arange(len(metrics)) + (place - (len(shown) - 1) / 2) * width
-        style = variant_style(run.variants, variant, dark=False)
-        looks = {"color": style.colour, "hatch": style.hatch * 4, "edgecolor": "white"}
         # matplotlib needs a height; a missing score has a bar of 0 and no whisker.
-        entries[variant_title(variant)] = axes.bar(where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks)
+        entries[variant_title(variant)] = axes.bar(
+            where, np.nan_to_num(ends["value"]), 0.92 * width, color=variant_colour(run.variants, variant)
+        )
         axes.vlines(where, ends["low"], ends["high"], color="#222222", linewidth=rcParams["axes.linewidth"])
         counts |= {score.n for score in scores if score.n}
         values = {"accuracy": ends["value"], "ci_low": ends["low"], "ci_high": ends["high"]}
@@ -192,7 +192,8 @@ def _draw_scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
     entries = {
-        variant_title(name): Line2D([], [], linestyle="", **marker_style(run, name)) for name in ["expert", *variants]
+        variant_title(name): Line2D([], [], linestyle="", **marker_style(run.variants, name))
+        for name in ["expert", *variants]
     }
     add_legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
@@ -286,7 +287,7 @@ def _draw_paired_points(
     thin = 0.7 * rcParams["axes.linewidth"]
     axes.add_collection(LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=thin, zorder=1))
     for name, places in zip(points, ends, strict=True):
-        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marker_style(run, name))
+        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marker_style(run.variants, name))
         # Smaller, so that many points do not hide one another.
         dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
         x, y = places.T
@@ -319,7 +320,7 @@ def _draw_norms_by_layer(
         rows = run.layers(task, variant).sort_values("layer")
         for axes, chosen in ((body, ~rows["layer"].isin(heads)), (head, rows["layer"].isin(heads))):
             layers, values = rows.loc[chosen, "layer"], rows.loc[chosen, column].astype(float)
-            (line,) = axes.plot(layers, values, **line_style(run, variant))
+            (line,) = axes.plot(layers, values, **line_style(run.variants, variant))
             entries.setdefault(variant_title(variant), line)
             if band:
                 low, high = (rows.loc[chosen, end].astype(float) for end in band)
@@ -398,7 +399,7 @@ def _draw_layer_curve(
 ) -> Artist:
     """Draw one column over the layers of a variant and record the plotted numbers."""
     rows = run.layers(task, variant).sort_values("layer")
-    (line,) = axes.plot(rows["layer"], rows[column].astype(float), **line_style(run, variant))
+    (line,) = axes.plot(rows["layer"], rows[column].astype(float), **line_style(run.variants, variant))
     plate.record(panel, run, rows[[column]], task=task, variant=variant, layer=rows["layer"].to_numpy())
     return line
 
@@ -474,7 +475,7 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
 
 def _draw_share_bars(plate: PaperFigure, axes: Axes, run: DriftRun, panel: str, task: str, variant: str) -> None:
     rows = run.layers(task, variant).sort_values("layer")
-    layers, colour = rows["layer"].to_numpy(), variant_colour(run, variant)
+    layers, colour = rows["layer"].to_numpy(), variant_colour(run.variants, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
     axes.bar(layers - 0.2, np.nan_to_num(carried), 0.38, color=colour)
     axes.bar(layers + 0.2, np.nan_to_num(swapped), 0.38, facecolor="white", edgecolor=colour, hatch="////")
@@ -506,7 +507,7 @@ def _draw_amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     entries: dict[str, Artist] = {}
     for variant in variants:
         entries[variant_title(variant)] = _draw_layer_curve(plate, axes, run, "a", task, variant, "amplification")
-        rows, style = run.layers(task, variant).sort_values("layer"), line_style(run, variant)
+        rows, style = run.layers(task, variant).sort_values("layer"), line_style(run.variants, variant)
         layers = rows["layer"].to_numpy()
         middle, low, high, error, gain = rows[[*_GAINS]].astype(float).to_numpy().T
         band = (middle * (1 - error), middle * (1 + error))
@@ -553,9 +554,9 @@ def _draw_output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
     rows = rows[rows[columns].notna().all(axis=1) & rows["task"].isin(tasks) & rows["variant"].isin(variants)]
     flipped, certified = (rows[name].astype(bool) for name in columns)
     shades = {
-        "certified": (LIGHT.sequential[1], certified & ~flipped),
-        "kept without certificate": (LIGHT.sequential[3], ~certified & ~flipped),
-        "flipped": (LIGHT.sequential[5], flipped),
+        "certified": (LIGHT.outcomes["right"], certified & ~flipped),
+        "kept without certificate": (LIGHT.outcomes["repaired"], ~certified & ~flipped),
+        "flipped": (LIGHT.outcomes["wrong"], flipped),
     }
     panels = plate.figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
     for axes, variant in zip(panels, variants, strict=True):

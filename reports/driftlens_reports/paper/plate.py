@@ -37,17 +37,17 @@ GUIDE = "_guide"
 
 _MARKERS = {
     **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-down": "v"},
-    **{"star": "*", "cross": "P", "x": "X", "hexagon": "h", "pentagon": "p", "bowtie": "d"},
+    **{"star": "*", "cross": "P", "x": "X", "hexagon": "h", "pentagon": "p", "bowtie": "d", "octagon": "8"},
 }
 _DASHES: dict[str, Any] = {
     "dot": (0, (1.2, 1.2)),
     "dash": (0, (4, 1.5)),
     "longdash": (0, (7, 2)),
     "dashdot": (0, (5, 1.5, 1, 1.5)),
-    "longdashdot": (0, (9, 1.5, 1, 1.5)),
     "10px,2px": (0, (5, 1)),
     "8px,2px,2px,2px": (0, (4, 1, 1, 1)),
-    "4px,2px": (0, (2, 1)),
+    "2px,2px": (0, (1, 1)),
+    "12px,4px": (0, (6, 2)),
 }
 
 
@@ -139,22 +139,22 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
         figure.legend([*entries.values()], names, loc="outside upper center", ncols=columns)
 
 
-def variant_colour(run: DriftRun, variant: str) -> str:
+def variant_colour(variants: Sequence[str], variant: str) -> str:
     """Return the colour of a variant, the same as in HTML reports."""
-    return variant_style(run.variants, variant, dark=False).colour
+    return variant_style(variants, variant, dark=False).colour
 
 
-def marker_style(run: DriftRun, variant: str) -> dict[str, Any]:
+def marker_style(variants: Sequence[str], variant: str) -> dict[str, Any]:
     """Return the matplotlib marker style of a variant; the expert's markers are hollow."""
-    style = variant_style(run.variants, variant, dark=False)
+    style = variant_style(variants, variant, dark=False)
     face = "none" if variant == "expert" else style.colour
     return {"marker": _MARKERS[style.symbol], "markerfacecolor": face, "markeredgecolor": style.colour}
 
 
-def line_style(run: DriftRun, variant: str) -> dict[str, Any]:
+def line_style(variants: Sequence[str], variant: str) -> dict[str, Any]:
     """Return colour, dash and markers of a variant's curve, for matplotlib."""
-    style = variant_style(run.variants, variant, dark=False)
-    return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marker_style(run, variant)}
+    style = variant_style(variants, variant, dark=False)
+    return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marker_style(variants, variant)}
 
 
 def draw_guide_line(axes: Axes, height: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -25,7 +24,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.utils.variants import ACCURACY
 from driftlens_reports.charts.words import count_range, variant_title
 from driftlens_reports.paper.exhibit import ROUNDED, ExhibitOptions, ExhibitResult, figure
-from driftlens_reports.paper.plate import GUIDE, PaperFigure, add_legend, format_percent_axis
+from driftlens_reports.paper.plate import GUIDE, PaperFigure, add_legend, format_percent_axis, line_style
 
 MEAN = "accuracy (average over tasks), mean over seeds"
 _SPREAD = "accuracy (average over tasks), std over seeds"
@@ -42,13 +41,6 @@ _EXAMPLES: Mapping[str, Sequence[float]] = MappingProxyType(
 )
 # Models that calibrated ones are compared with, and the dash of their level.
 _LEVELS: Mapping[str, Any] = MappingProxyType({"merged": (0, (1, 2)), "base": (0, (4, 1.5, 1, 1.5))})
-# Colour, marker and dash of the lines in one panel. All are calibrated models, hence all are orange.
-_LOOKS = (
-    ("#D55E00", "s", "-"),
-    ("#7A3300", "o", (0, (5, 1.5))),
-    ("#F0A050", "D", (0, (1.2, 1.2))),
-    ("#A8481C", "v", (0, (5, 1.5, 1, 1.5))),
-)
 
 
 @figure("efficiency", title="Accuracy by calibration samples per task")
@@ -137,7 +129,9 @@ def _draw_sweep_curves(
     thin = rcParams["axes.linewidth"]
     methods = {run.id: swept_methods(run, factor) if factor == "n" else ["featcal"] for run in runs}
     every = [(run, method) for run in runs for method in methods[run.id]]
-    for (run, method), (colour, marker, dash) in zip(every, itertools.cycle(_LOOKS)):
+    # One name per line, by which lines of one method differ in their shade, marker and dash.
+    lines = [f"calibrated:{method}-{number}" for number, (_, method) in enumerate(every)]
+    for (run, method), line in zip(every, lines, strict=True):
         points = _accuracy_by_setting(run, factor, options.tasks_of(run), method)
         # A logarithmic axis has no 0.
         points = points[points["setting"] > 0] if factor == "lam" else points
@@ -146,10 +140,12 @@ def _draw_sweep_curves(
         is_first = run.id not in points_of
         points_of[run.id] = points if is_first else pd.concat([points_of[run.id], points])
         x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
+        look = line_style(lines, line)
+        colour = look["color"]
         name = run.id if names.count(run.name) > 1 else run.name
         if methods[run.id] != ["featcal"]:
             name = method if len(runs) == 1 else f"{name}, {method}"
-        (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
+        (entries[name],) = axes.plot(x, mean, **look)
         axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
         plate.record(panel, run, {MEAN: mean, _SPREAD: spread}, method=method, **{factor: list(x)})
         for variant, dots in _LEVELS.items() if is_first else ():

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from plotly.colors import sample_colorscale
 
+from driftlens.calibration.calibrator import calibrators
 from driftlens.results.formatting import format_error, format_number, format_percent
+from driftlens.results.measures import OUTCOMES
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import DataError, DriftLensError
@@ -18,7 +20,7 @@ from driftlens.utils.variants import Part
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart_names_by_heading, charts
 from driftlens_reports.charts.panels import layer_axis_settings, layer_axis_title, title_with_unit
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows, missing_data_message
-from driftlens_reports.charts.theme import DARK, LIGHT, Palette, variant_style
+from driftlens_reports.charts.theme import DARK, LIGHT, Palette, colour_role, variant_style
 from driftlens_reports.charts.words import escape_plotly, escaped_label
 from driftlens_reports.sections import PRESETS, TITLES
 from tests.quick import few
@@ -265,6 +267,9 @@ SIGHTS = {
     "deuteranopia": np.array(
         [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
     ),
+    "tritanopia": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
 }
 
 
@@ -284,29 +289,60 @@ def shade(colours: Sequence[str], at: float) -> str:
 
 @themes
 def test_marks_and_text_stand_out_from_the_background(theme: Palette) -> None:
-    for part, shades in theme.roles.items():
-        for colour in shades:
-            assert contrast(colour, theme.surface) >= 3, (part, colour)
+    for name, colour in [*theme.roles.items(), *theme.outcomes.items()]:
+        assert contrast(colour, theme.surface) >= 3, (name, colour)
     assert contrast(theme.ink, theme.surface) >= 4.5 and contrast(theme.quiet, theme.surface) >= 4.5
 
 
 @themes
+@pytest.mark.parametrize("kind", ["roles", "outcomes"])
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_roles_differ_to_every_sight(theme: Palette, sight: str) -> None:
-    seen = {part: lab(np.clip(SIGHTS[sight] @ linear(theme.roles[part][0]), 0, 1)) for part in PARTS}
-    for one, other in itertools.combinations(PARTS, 2):
-        assert np.linalg.norm(seen[one] - seen[other]) >= 20, (one, other)
+def test_colours_of_one_chart_differ_to_every_sight(theme: Palette, kind: str, sight: str) -> None:
+    colours = getattr(theme, kind)
+    seen = {name: lab(np.clip(SIGHTS[sight] @ linear(colour), 0, 1)) for name, colour in colours.items()}
+    for one, other in itertools.combinations(seen, 2):
+        assert np.linalg.norm(seen[one] - seen[other]) >= (20 if sight == "full colour" else 14), (one, other)
+
+
+@themes
+def test_outcomes_have_hues_that_no_model_has(theme: Palette) -> None:
+    models, outcomes = (
+        np.array([lab(linear(colour)) for colour in colours.values()]) for colours in (theme.roles, theme.outcomes)
+    )
+    assert np.linalg.norm(models[:, None] - outcomes[None], axis=-1).min() >= 15
+    coloured = models[np.hypot(models[:, 1], models[:, 2]) > 10]  # grey has no hue
+    hues = [np.degrees(np.arctan2(values[:, 2], values[:, 1])) for values in (coloured, outcomes)]
+    between = np.abs(hues[0][:, None] - hues[1][None]) % 360
+    assert np.minimum(between, 360 - between).min() >= 15
+
+
+def test_every_outcome_and_every_calibrator_has_a_colour() -> None:
+    assert {*OUTCOMES} - {"still wrong"} <= {*LIGHT.outcomes} == {*DARK.outcomes}
+    assert {colour_role(f"calibrated:{name}") for name in calibrators} == {*calibrators} <= {*LIGHT.roles}
+    assert [*LIGHT.roles] == [*DARK.roles]
+
+
+def test_a_method_looks_alike_in_every_run() -> None:
+    for variants in (["merged", "calibrated:mine", "calibrated:residual"], ["calibrated:residual", "calibrated:x"]):
+        assert variant_style(variants, "calibrated:residual", dark=False).colour == LIGHT.roles["residual"]
+    assert colour_role("calibrated:featcal-2") == colour_role("calibrated:featcal_n64") == "featcal"
+    assert colour_role("calibrated:surgeryless") == colour_role("calibrated:best") == "calibrated"
+    assert colour_role("baseline:featcal-anchor") == "baseline"
 
 
 @themes
 def test_roles_differ_without_colour(theme: Palette) -> None:
-    """Where greys come close, and everywhere else too, symbol, dash and hatch differ."""
+    """Where greys come close, and everywhere else too, symbol and dash differ."""
     looks = [
-        variant_style([], f"{part}:x" if part in ("calibrated", "baseline") else part, dark=theme is DARK)
-        for part in PARTS
+        variant_style(
+            [],
+            role if role in PARTS[:3] else f"{'baseline' if role == 'baseline' else 'calibrated'}:{role}",
+            dark=theme is DARK,
+        )
+        for role in theme.roles
     ]
-    for marks in ("symbol", "dash", "hatch"):
-        assert len({getattr(entry, marks) for entry in looks}) == len(PARTS)
+    for marks in ("symbol", "dash"):
+        assert len({getattr(entry, marks) for entry in looks}) == len(theme.roles)
 
 
 @pytest.mark.parametrize("part", ["calibrated", "baseline"])

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -27,7 +28,10 @@ _LONE = 0.2
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """One panel of curves over layers; `band` and `error` name the columns of interval ends."""
+    """One panel of curves over layers; `band` and `error` name the columns of interval ends.
+
+    `splits_head`: values compare within one feature space only, so the head has a value axis on the right.
+    """
 
     column: str
     title: str
@@ -37,6 +41,7 @@ class CurvePanel:
     error: Sequence[str] = ()
     markers: tuple[str, str] | None = None
     line: float | None = None
+    splits_head: bool = False
 
     def traces(
         self, rows: pd.DataFrame, brush: theme.VariantPlotter, *, opacity: float
@@ -55,7 +60,14 @@ class CurvePanel:
             style, template = brush.style_of(variant), f"%{{text}}<br>{meaning} %{{y:{theme.NUMBER}}}"
             marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
             hover |= {"mode": "markers", "marker": marker}
+            hover |= {**brush.legend_settings(column, f"{column} (open)"), "legendrank": 2000}
             yield brush.line(variant, layers, rows[column], hovertemplate=template, **hover)
+
+
+def separate_head(run: DriftRun, layers: pd.Series[Any]) -> pd.Series[bool]:
+    """Return True for rows of the head; False for all if there is no other layer to tell it from."""
+    heads = [layer.index for layer in run.manifest.layers if layer.role == "head"]
+    return layers.isin(heads) & ~layers.isin(heads).all()
 
 
 def draw_layer_curves(
@@ -64,7 +76,7 @@ def draw_layer_curves(
     *kinds: CurvePanel,
     dark: bool,
     variants: Sequence[str] = (),
-    below: Sequence[theme.TraceSettings] = (),
+    below: Mapping[bool, Sequence[theme.TraceSettings]] = MappingProxyType({}),
     **settings: Any,
 ) -> go.Figure:
     """Draw curves over layers: one row of panels per task, one panel of each kind per row.
@@ -75,7 +87,7 @@ def draw_layer_curves(
         kinds: what each panel of a row shows.
         dark: True for the dark theme.
         variants: all variants, which decide colours; those of the run if empty.
-        below: traces under the curves of the first panel.
+        below: traces under the curves of the first panel, of the head under True, of other layers under False.
         settings: further arguments of `panel_grid`.
     """
     tasks, shown = list(rows["task"].unique()), list(rows["variant"].unique())
@@ -90,21 +102,42 @@ def draw_layer_curves(
         **{**placed, **settings},
         x_title=panels.layer_axis_title(run),
         y_titles=[kind.title for kind in kinds],
-        legend=[words.variant_label(variant) for variant in shown],
+        legend=[*map(words.variant_label, shown), *(f"{kind.markers[0]} (open)" for kind in kinds if kind.markers)],
         dark=dark,
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
     brush = theme.VariantPlotter(variants or run.variants, dark)
-    grid.add(0, *below)
+    for is_head, traces in below.items():
+        grid.add(0, *traces, right=is_head)
+    heads = separate_head(run, rows["layer"])
     for (task, _), line in rows.groupby(["task", "variant"], sort=False):
         for column, kind in enumerate(kinds):
-            grid.add(tasks.index(task) * len(kinds) + column, *kind.traces(line, brush, opacity=opacity))
+            is_apart = heads.loc[line.index] & kind.splits_head
+            for part, right in ((line[~is_apart], False), (line[is_apart], True)):
+                if len(part):
+                    panel = tasks.index(task) * len(kinds) + column
+                    grid.add(panel, *kind.traces(part, brush, opacity=opacity), right=right)
     grid.add_reference_lines("x", *panels.stream_boundaries(rows))
-    for column, kind in enumerate(kinds):
+    border = min(rows.loc[heads, "layer"], default=0) - 0.5
+    for panel in range(len(tasks) * len(kinds)):
+        kind = kinds[panel % len(kinds)]
+        is_split = kind.splits_head and heads.any()
+        if is_split:
+            _add_head_axis(grid, panel, kind, has_labels=len(kinds) > 1 or grid.is_last_of_row(panel))
+            grid.add_reference_lines("x", border, panel=panel)
         if kind.line is not None:
-            grid.add_reference_lines("y", kind.line, column=column if len(kinds) > 1 else None)
+            grid.add_reference_lines("y", kind.line, panel=panel, ends=(0.5, border) if is_split else ())
     grid.set_axes(x=panels.layer_axis_settings(run), y=[kind.axis for kind in kinds])
     return grid.figure
+
+
+def _add_head_axis(grid: panels.PanelGrid, panel: int, kind: CurvePanel, *, has_labels: bool) -> None:
+    """Give a panel a right axis for the head, with the scale of the other panels of its kind."""
+    first = 0 if grid.kinds == 1 or not kind.name or "matches" in kind.axis else panel % grid.kinds
+    # A linear axis starts at 0, and needs no level of the other layers.
+    axis = {**kind.axis, "rangemode": "tozero", "autorangeoptions": None} if kind.line else kind.axis
+    title = {"text": "head", "standoff": 2} if has_labels else None
+    grid.add_right_axis(panel, first, **{**axis, "showticklabels": has_labels, "title": title, "nticks": 4})
 
 
 def shaded_band(
@@ -187,7 +220,7 @@ def _draw_layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     if options.relative:
         band, note = (), "Relative drift is a ratio of sums over samples, without a band."
     title, axis = panels.title_with_unit(quantity, "layers", source), panels.value_axis_settings(options)
-    kind = CurvePanel(_DRIFTS[source], title, axis, band=band)
+    kind = CurvePanel(_DRIFTS[source], title, axis, band=band, splits_head=not options.relative)
     figure = draw_layer_curves(run, rows, kind, dark=options.dark)
     alt = f"{quantity[0].upper()}{quantity[1:]} by layer. {words.final_layer_sentence(rows, kind.column)}"
     return _finish_layer_chart(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
@@ -218,7 +251,9 @@ def _draw_decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     norms = panels.value_axis_settings(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
-        CurvePanel(name, panels.title_with_unit(quantity, "layers", source), axis, name, line=line)
+        CurvePanel(
+            name, panels.title_with_unit(quantity, "layers", source), axis, name, line=line, splits_head=line is None
+        )
         for (name, (source, quantity)), axis, line in zip(_PARTS.items(), axes, (None, None, 0.0), strict=True)
     ]
     figure = draw_layer_curves(run, rows, *kinds, dark=options.dark)
@@ -260,6 +295,7 @@ def _draw_amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         band=("lower", "upper"),
         markers=("random gain", "mean gain on random directions"),
         line=1.0,
+        splits_head=True,
     )
     note = "Without Jacobians there is no band and no random gain."
     if spread.notna().any():
@@ -383,14 +419,24 @@ def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
         raise DataError("no drift was measured in this run", hint=f"`{LAYERS.command_to_fill([column])}` adds it.")
-    kind = CurvePanel(_MEAN, panels.title_with_unit(quantity, "layers", column), panels.value_axis_settings(options))
+    kind = CurvePanel(
+        _MEAN,
+        panels.title_with_unit(quantity, "layers", column),
+        panels.value_axis_settings(options),
+        splits_head=not options.relative,
+    )
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
     # A mean over fewer tasks would jump.
     means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()
     means = picking.filter_and_sort(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _add_layer_columns(run, means)
     where = {layer: words.escape_plotly(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
-    thin = _thin_task_curves(run, by_task, where, options)
+    is_head = separate_head(run, by_task.index.get_level_values("layer").to_series(by_task.index)) & kind.splits_head
+    thin = {
+        right: _thin_task_curves(run, part, where, options, mode="markers" if right else "lines")
+        for right, part in ((False, by_task[~is_head]), (True, by_task[is_head]))
+        if len(part)
+    }
     figure = draw_layer_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
     # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
@@ -404,7 +450,7 @@ def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _thin_task_curves(
-    run: DriftRun, by_task: pd.DataFrame, where: Mapping[int, str], options: ChartOptions
+    run: DriftRun, by_task: pd.DataFrame, where: Mapping[int, str], options: ChartOptions, mode: str
 ) -> list[theme.TraceSettings]:
     """Return one thin drift curve per task; the selected tasks are emphasised."""
     selected = set(options.tasks or ())
@@ -422,7 +468,8 @@ def _thin_task_curves(
                 # One trace for all tasks, as each has its price.
                 [*values["layer"], None] * len(tasks),
                 pd.Series([value for task in tasks for value in (*values[task], math.nan)]),
-                mode="lines",
+                mode=mode,
+                marker={"size": 3},
                 line={"width": 1.5 if is_chosen else 0.75, "dash": None},
                 opacity=1.0 if is_chosen else 0.45,
                 showlegend=False,
@@ -444,7 +491,7 @@ def draw_running_drift(run: DriftRun, name: str, drifts: Mapping[int, float], *,
     rows = _add_layer_columns(run, rows)
     rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
     title = panels.title_with_unit("mean L2 drift", "layers", "drift_l2_mean")
-    kind = CurvePanel(_MEAN, title, panels.value_axis_settings(ChartOptions()))
+    kind = CurvePanel(_MEAN, title, panels.value_axis_settings(ChartOptions()), splits_head=True)
     # The style depends on the variants before it, so the line keeps it after the calibration.
     names = dict.fromkeys([*run.variants, variant])
     figure = draw_layer_curves(run, rows, kind, dark=dark, variants=[*names], titles=[""])
@@ -476,7 +523,9 @@ def draw_drift_change(comparison: Comparison, *, dark: bool) -> Drawn:
     run = comparison.after
     # The compared layers as rows of a layer table, each pair under the name of the variant after.
     rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
-    kind = CurvePanel(_CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0)
+    kind = CurvePanel(
+        _CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0, splits_head=True
+    )
     text, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
     change = last[_CHANGE].dropna()
     if len(change):

@@ -22,6 +22,8 @@ _MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
 # Pixels: a row of the legend, its width in a window and in a narrow one, and what an entry takes of it.
 _LEGEND_ROW, _LEGEND_WIDTHS, _SYMBOL, _LEGEND_LETTER = 24, (600, 330), 46, 7
+# Panels from which on a number means the right value axis of a panel.
+_RIGHT = 1000
 # Display names of units of the schema; others are shown unchanged.
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 _MOST_TICKS = 8
@@ -134,12 +136,19 @@ class PanelGrid:
         """The finished plotly figure. Later changes to the grid have no effect on it."""
         return go.Figure(self._traces, self.layout)
 
-    def add(self, panel: int, *traces: Any) -> None:
-        """Add plotly traces to a panel (counted from 0); the first trace is at the bottom."""
+    def add(self, panel: int, *traces: Any, right: bool = False) -> None:
+        """Add plotly traces to a panel (counted from 0), on its right value axis if `right`; the first is lowest."""
+        y = _plotly_axis_name("y", panel + _RIGHT * right, "")
         for trace in traces:
-            self._traces.append(
-                trace.update(xaxis=_plotly_axis_name("x", panel, ""), yaxis=_plotly_axis_name("y", panel, ""))
-            )
+            self._traces.append(trace.update(xaxis=_plotly_axis_name("x", panel, ""), yaxis=y))
+
+    def add_right_axis(self, panel: int, leader: int, **settings: Any) -> None:
+        """Add a second value axis, on the right of a panel, with the scale of the one of the panel `leader`."""
+        over, along = (_plotly_axis_name(letter, panel, "") for letter in "yx")
+        matches = _plotly_axis_name("y", leader + _RIGHT, "") if leader != panel else None
+        place = {"overlaying": over, "anchor": along, "side": "right", "matches": matches, "showgrid": False}
+        place["tickmode"] = "auto"  # plotly else puts ticks where the left axis has some
+        self.set_axis("y", panel + _RIGHT, **{**settings, **place})
 
     def update_layout(self, **settings: Any) -> None:
         """Update layout settings of the whole figure."""
@@ -156,27 +165,34 @@ class PanelGrid:
             for panel in range(self.panels if by_column else 0):
                 self.set_axis(letter, panel, **by_column[panel % len(by_column)])
 
-    def add_reference_lines(self, letter: str, *values: float, column: int | None = None) -> None:
+    def is_last_of_row(self, panel: int) -> bool:
+        """Return True if no panel is on the right of this one."""
+        return (panel + 1) % self.kinds == 0 or panel + 1 == self.panels
+
+    def add_reference_lines(
+        self, letter: str, *values: float, panel: int | None = None, ends: Sequence[float] = ()
+    ) -> None:
         """Add horizontal reference lines at values of y, or dotted vertical ones at values of x.
 
         Args:
             letter: the axis of the values, "x" or "y".
             values: where the lines are.
-            column: only panels of this column, from 0; None is all panels.
+            panel: only this panel, from 0; None is all panels.
+            ends: start and end along the other axis; the lines cross the whole panel if empty.
         """
         colours, is_level = palette(self.dark), letter == "y"
         line = {"color": colours.quiet} if is_level else {"color": colours.ink, "dash": "dot"}
         across = "x" if is_level else "y"
         for value in values:
-            for panel in range(self.panels):
-                if column in (None, panel % self.kinds):
-                    along, whole = (_plotly_axis_name(name, panel, "") for name in (letter, across))
-                    self._add_line_shape(
-                        line={**line, "width": 1},
-                        layer="below" if is_level else "above",
-                        **{f"{letter}ref": along, f"{letter}0": value, f"{letter}1": value},
-                        **{f"{across}ref": f"{whole} domain", f"{across}0": 0, f"{across}1": 1},
-                    )
+            for each in range(self.panels) if panel is None else (panel,):
+                along, whole = (_plotly_axis_name(name, each, "") for name in (letter, across))
+                self._add_line_shape(
+                    line={**line, "width": 1},
+                    layer="below" if is_level else "above",
+                    **{f"{letter}ref": along, f"{letter}0": value, f"{letter}1": value},
+                    **{f"{across}ref": whole if ends else f"{whole} domain"},
+                    **dict(zip((f"{across}0", f"{across}1"), ends or (0, 1), strict=True)),
+                )
 
     def add_identity_line(self, panel: int, low: float, high: float) -> None:
         """Add the identity line y = x from (low, low) to (high, high)."""
@@ -233,7 +249,7 @@ def panel_grid(
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + (_TITLE if any(titles) else 0) + below
     inner = rows * height + (rows - 1) * gap
-    across = _equal_domains(columns, 0.05 if is_common else 0.09)
+    across = _equal_domains(columns, 0.05 if is_common else 0.11)
     down = _equal_domains(rows, gap / inner)[::-1]
     axes = _grid_axes_settings(len(titles), across, down, x_titles, y_titles)
     theme, font = theme_layout(dark), {"size": SIZE, "color": palette(dark).ink}

@@ -130,8 +130,8 @@ class VariantStyle:
 _METHOD = re.compile("(featcal|residual|surgery|prob_surgery)(?![a-z])")
 # By role, the first symbol and dash; further variants of the role take the next ones.
 _SYMBOLS = (
-    *("triangle-up", "circle", "square", "diamond", "star", "hexagon", "bowtie", "octagon"),
-    *("triangle-down", "cross", "x", "pentagon"),
+    *("triangle-up", "circle", "square", "diamond", "triangle-down", "pentagon", "bowtie", "octagon"),
+    *("hexagon", "cross", "x", "star"),
 )
 _DASHES = ("dot", "longdash", "dash", "solid", "10px,2px", "8px,2px,2px,2px", "2px,2px", "12px,4px", "dashdot")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,11 +43,15 @@ def table(run: DriftRun) -> pd.DataFrame:
 
 
 def expected(name: str, run: DriftRun) -> Iterator[list[float]]:
-    """The values of every trace, computed from the table by another way than the chart's."""
+    """The values of every trace, computed from the table by another way than the chart's; the head has its own."""
     keys, columns = (["task", "variant"], BY_CURVE[name]) if name in BY_CURVE else BY_PANEL[name]
     for _, rows in table(run).groupby(keys):
         for together in columns:
-            yield finite(np.concatenate([rows[column] for column in together.split("+")]))
+            is_apart = rows["role"].eq("head") & (name in BY_CURVE) & (together != "cross_term")
+            for part in (rows[~is_apart], rows[is_apart]):
+                # A band of a single layer has both ends twice.
+                both = 2 if "+" in together and len(part) == 1 else 1
+                yield finite(np.concatenate([part[column] for column in together.split("+")] * both))
 
 
 @every_chart
@@ -71,10 +76,45 @@ def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
     figure = charts[name].draw(full, ChartOptions(tasks=["mnist"], variants=["merged"])).figure
     column = BY_CURVE[name][0]
     rows = full.layers("mnist", "merged")
-    curves = [trace for trace in figure.data if trace.showlegend]
-    assert len(curves) == 1
-    drawn = {x: y for x, y in zip(curves[0].x, curves[0].y, strict=True) if y is not None}
-    assert drawn == dict(rows.set_index("layer")[column].dropna())
+    values, last = dict(rows.set_index("layer")[column].dropna()), rows["layer"].max()
+    drawn = {
+        trace.yaxis: {x: y for x, y in zip(trace.x, trace.y, strict=True) if y is not None}
+        for trace in figure.data
+        if trace.legendgroup == "merged" and trace.fill is None
+    }
+    assert drawn == {"y": {x: y for x, y in values.items() if x != last}, "y1001": {last: values[last]}}
+
+
+@pytest.mark.parametrize("name", ["layer-drift", "decomposition", "amplification"])
+def test_no_line_joins_the_head_with_layers_of_other_units(name: str, full: DriftRun) -> None:
+    figure = charts[name].draw(full, ChartOptions()).figure
+    last, layout = full.manifest.layers[-1].index, figure.layout
+    for trace in figure.data:
+        axis = layout[f"yaxis{trace.yaxis[1:]}"]
+        if "ratio" not in (axis.title.text or "") or name == "amplification":
+            assert ({round(x) for x in trace.x if x is not None} == {last}) == (axis.side == "right"), trace.name
+    for axis in figure.select_yaxes(selector={"side": "right"}):
+        assert axis.tickmode == "auto" and layout[f"yaxis{axis.overlaying[1:]}"].anchor == axis.anchor
+    assert last - 0.5 in {shape.x0 for shape in layout.shapes}
+
+
+def test_the_head_alone_has_the_left_axis(single: DriftRun) -> None:
+    figure = charts["layer-drift"].draw(single, ChartOptions()).figure
+    last = single.layers()["layer"].max()
+    rows = single.layers()[single.layers()["layer"] == last]
+    one = draw_layer_curves(single, rows, CurvePanel("drift_l2_mean", "drift", splits_head=True), dark=False)
+    assert {trace.yaxis for trace in one.data} == {"y"} and not one.layout.shapes
+    assert figure.data
+
+
+def test_every_mark_of_amplification_is_in_the_legend(full: DriftRun) -> None:
+    figure = charts["amplification"].draw(full, ChartOptions()).figure
+    marks = {
+        trace.marker.symbol.removesuffix("-open") != trace.marker.symbol: trace
+        for trace in figure.data
+        if trace.showlegend
+    }
+    assert {*marks} == {False, True} and marks[True].name == "random gain (open)"
 
 
 def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
@@ -208,9 +248,9 @@ FOUND = {3: 0.75, 2: 0.5}
 
 def test_it_draws_the_merged_models_means_and_what_was_found_so_far(full: DriftRun) -> None:
     drawn = draw_running_drift(full, "new", FOUND, dark=False)
-    merged, new = drawn.figure.data
+    merged, head, new = drawn.figure.data
     means = full.layers(variant="merged").groupby("layer")["drift_l2_mean"].mean()
-    assert list(merged.x) == means.index.tolist() and list(merged.y) == means.tolist()
+    assert [*merged.x, *head.x] == means.index.tolist() and [*merged.y, *head.y] == means.tolist()
     assert list(new.x) == [2, 3] and list(new.y) == [0.5, 0.75]
     rows = drawn.data
     assert rows["variant"].tolist() == ["merged"] * len(means) + ["calibrated:new"] * 2
@@ -226,7 +266,7 @@ def test_its_words_are_its_numbers(full: DriftRun) -> None:
         in drawn.alt.replace("\u202f", " ")
     )
     assert f"merged {format_number(merged)}." in drawn.alt
-    assert axis_titles(drawn.figure, "y") == ["mean L2 drift (feature units)"]
+    assert axis_titles(drawn.figure, "y") == ["mean L2 drift (feature units)", "head"]
     assert "No layer is calibrated yet." in draw_running_drift(full, "new", {}, dark=False).alt
 
 
@@ -245,7 +285,7 @@ def test_its_theme_is_that_of_the_other_charts(full: DriftRun) -> None:
 
 @pytest.mark.parametrize("name", ["<b>", "$x$ %{y}"])
 def test_a_name_is_shown_and_not_obeyed(full: DriftRun, name: str) -> None:
-    shown = draw_running_drift(full, name, FOUND, dark=False).figure.data[1].name
+    shown = draw_running_drift(full, name, FOUND, dark=False).figure.data[-1].name
     assert "<" not in shown and "$" not in shown and "%" not in shown
 
 
@@ -254,19 +294,24 @@ def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_hides(full:
     drawn = draw_mean_drift(full, ChartOptions(tasks=[task]))
     rows = full.layers()
     values = rows.pivot_table(index=["variant", "layer"], columns="task", values="drift_l2_mean")
-    thick = {str(trace.legendgroup): trace for trace in drawn.figure.data if trace.showlegend}
+    thick: dict[str, list[float]] = {}
+    for trace in drawn.figure.data:
+        if trace.mode == "lines+markers":
+            thick.setdefault(str(trace.legendgroup), []).extend(trace.y)
     assert {*thick} == {"merged", "calibrated:featcal"}
-    for variant, trace in thick.items():
-        assert [*trace.y] == pytest.approx(values.loc[variant].mean(axis=1).tolist())
-    thin = [trace for trace in drawn.figure.data if not trace.showlegend and trace.hovertemplate]
-    drawn_of = {}
+    for variant, drifts in thick.items():
+        assert drifts == pytest.approx(values.loc[variant].mean(axis=1).tolist())
+    thin = [trace for trace in drawn.figure.data if trace.customdata is not None]
+    drawn_of: dict[Any, list[float]] = {}
     for trace in thin:
         for name, points in itertools.groupby(zip(trace.customdata, trace.y, strict=True), lambda at: at[0]):
-            drawn_of[trace.legendgroup, name] = [value for _, value in points]
+            drawn_of.setdefault((trace.legendgroup, name), []).extend(
+                value for _, value in points if value is not None
+            )
             assert (trace.line.width, trace.opacity) == ((1.5, 1.0) if name == task else (0.75, 0.45))
     assert drawn_of.keys() == {*itertools.product(thick, full.tasks)}
-    for (variant, name), (*points, end) in drawn_of.items():
-        assert points == pytest.approx(values.loc[variant][name].tolist()) and end is None
+    for (variant, name), points in drawn_of.items():
+        assert points == pytest.approx(values.loc[variant][name].tolist())
 
 
 ONE = ChartOptions(tasks=["mnist"], variants=["merged"])

@@ -136,7 +136,8 @@ def _add_head_axis(grid: panels.PanelGrid, panel: int, kind: CurvePanel, *, has_
     first = 0 if grid.kinds == 1 or not kind.name or "matches" in kind.axis else panel % grid.kinds
     # A linear axis starts at 0, and needs no level of the other layers.
     axis = {**kind.axis, "rangemode": "tozero", "autorangeoptions": None} if kind.line else kind.axis
-    title = {"text": "head", "standoff": 2} if has_labels else None
+    unit = kind.title.rpartition(" (")[2]
+    title = {"text": f"head ({unit}", "standoff": 2} if has_labels else None
     grid.add_right_axis(panel, first, **{**axis, "showticklabels": has_labels, "title": title, "nticks": 4})
 
 

@@ -487,12 +487,12 @@ class FitRequest(LiveInputs, title="fit"):
         layers: which layers, by pattern or index; all blocks if left out.
         sites: patterns on module paths; linear and norm modules inside blocks if left out.
         closure_samples: how many samples of each task are held against the library's own forward passes before
-            anything is solved; None takes a whole batch.
+            anything is solved; None takes a whole batch. The merged model reads those of the first task only.
     """
 
     layers: LayerPatterns = None
     sites: tuple[Text, ...] | None = None
-    closure_samples: Count | None = 2
+    closure_samples: Count | None = 1
 
 
 # Fields of `Modules` that every analysis needs. They default to None there, so that one message lists all missing ones.

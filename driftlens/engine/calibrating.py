@@ -477,7 +477,7 @@ class _LinearSums:
     task_weight: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     objectives: bool
-    _inputs: _InputSums = field(init=False)
+    _inputs: _InputSums | None = field(default=None, init=False)
     _cross: CrossMomentSum | None = field(default=None, init=False)
     _total: GramSum | None = field(default=None, init=False)
     _energy: Tensor | None = field(default=None, init=False)
@@ -502,8 +502,12 @@ class _LinearSums:
                 energies=self.objectives,
             )
             k, device = rows.shape[1], moments_device(self.dtype, rows.device)
-            gram, zeros = GramSum(k, self.dtype, device), torch.zeros(k, dtype=self.dtype, device=device)
+            # The memory of the last task's matrix, as the first touch of new memory is slow.
+            gram = self._inputs.gram if self._inputs else GramSum(k, self.dtype, device)
+            gram.clear()
+            zeros = torch.zeros(k, dtype=self.dtype, device=device)
             self._inputs = _InputSums(gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
+        assert self._inputs is not None
         expert_rows = seen.inputs[self.sites[0].name].flatten(0, -2)
         expert_outputs = [seen.outputs[site.name].flatten(0, -2) for site in self.sites]
         self._cross.add(rows, expert_rows, expert_outputs, weights)
@@ -513,7 +517,7 @@ class _LinearSums:
     def finish_task_sums(self, expert: Parameters) -> _TaskSums | None:
         """Return the sums of the current task and start the next task; None if the layer read no row of it."""
         cross, self._cross = self._cross, None
-        if cross is None:
+        if cross is None or self._inputs is None:
             return None
         biases = {site.name: bias for site in self.sites if (bias := expert.get(f"{site.name}.bias")) is not None}
         return _TaskSums(self._inputs, cross.sums(self._inputs.gram), biases)

@@ -600,20 +600,33 @@ class LibraryDrift:
             ]
             for variant in variants
         }
+        self._expert = expert
         self.error: dict[tuple[str, int], float] = {}
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
         """Record the closure error after a layer; raise a `NumericsError` if it exceeds rounding."""
-        merged, expert = (
-            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
-        )
+        merged, expert = self._compared_rows(merged), self._compared_rows(expert)
         # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
-        error, limit, is_off = _closure_error_and_limit(subtract_states(merged, expert), theirs, expert, self._dtype)
+        self._require_closed(layer, variant, "drift", subtract_states(merged, expert), theirs, expert)
+
+    def compare_expert(self, layer: Layer, expert: State) -> None:
+        """Raise a `NumericsError` if the expert's features after a layer are not the library's."""
+        expert = self._compared_rows(expert)
+        theirs = self._expert[layer.index - 1]
+        self._require_closed(layer, expert_name(self._task), "feature", expert, theirs, expert)
+
+    def _compared_rows(self, state: State) -> State:
+        return {name: leaf[: self.batch.stop] for name, leaf in state.items()}
+
+    def _require_closed(
+        self, layer: Layer, variant: str, compared: str, ours: State, theirs: State, features: State
+    ) -> None:
+        error, limit, is_off = _closure_error_and_limit(ours, theirs, features, self._dtype)
         self.error[variant, layer.index] = error
         if is_off:
             raise NumericsError(
-                f"{self._model}: the drift of {variant} after layer {layer.index} ({layer.path}), task "
+                f"{self._model}: the {compared} of {variant} after layer {layer.index} ({layer.path}), task "
                 f"{self._task!r}, is not that of ordinary forward passes: closure error {error:.2g}, at most "
                 f"{limit:.1g} is rounding",
                 hint="Blocks may return more than features, or the mask may hide tokens that others read. Pass other "
@@ -646,7 +659,10 @@ def check_closure(
     budget: int,
     most: int | None = None,
 ) -> None:
-    """Compare the measured drift of every task's first samples with the library's own forward passes.
+    """Compare the features of every task's first samples with the library's own forward passes.
+
+    The drift of the variants is compared on the first task; on the others the expert alone, as the weights of the
+    variants are the same for all tasks.
 
     Args:
         pool: the models.
@@ -655,11 +671,14 @@ def check_closure(
         budget: bytes of features that may be cached.
         most: samples of a task to compare; None takes a batch.
     """
+    first = next(iter(samples), None)
     for task, of_task in samples.items():
-        library = LibraryDrift(pool, task, variants, of_task, budget, most)
-        models = expert_name(task), *variants
+        compared = variants if task == first else ()
+        library = LibraryDrift(pool, task, compared, of_task, budget, most)
+        models = expert_name(task), *compared
         # Lazy passes advance together, so that one layer of each model is in memory.
         passes = (_states_by_layer(pool, model, [library.batch], task=task) for model in models)
         for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
-            for variant, (_, [(_, state, _)]) in zip(variants, of_variants, strict=True):
+            library.compare_expert(layer, expert)
+            for variant, (_, [(_, state, _)]) in zip(compared, of_variants, strict=True):
                 library.compare(layer, variant, state, expert)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.utils.devices import convert_moments_oom, moments_device, to_float64_device
+from driftlens.utils.devices import convert_moments_oom, moments_device, to_float64
 
 _LEAF = 128  # rows or columns per product; smaller ones run slower
 _ENTRIES = 2**18  # entries converted at a time, about the cache of a core
@@ -92,32 +92,21 @@ class GramSum:
 
     def norm(self) -> Tensor:
         """Return the Frobenius norm of the symmetric Gram matrix, in float64."""
-        # A float32 sum of this many squares would be too small in the fourth digit.
-        lower = to_float64_device(self._lower)
+        # Row by row: a float32 sum of all squares would be too small in the fourth digit.
         energies = [
             (1 if rows == columns else 2)
-            * torch.linalg.vector_norm(lower[rows, columns], dtype=torch.float64).square()
+            * to_float64(torch.linalg.vector_norm(self._lower[rows, columns], dim=1)).square().sum()
             for rows, columns in self._tiles
         ]
         return torch.stack(energies).sum().sqrt()
 
-    def quadratic_forms(self, vectors: Tensor, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Return v' (scale * S + more + more') v of this sum S for every row v of `vectors`, [o].
-
-        Args:
-            vectors: [o, k].
-            more: [k, k], not symmetric in general; None leaves it out.
-            scale: the factor of S.
-        """
+    def quadratic_forms(self, vectors: Tensor) -> Tensor:
+        """Return the quadratic form v' S v of this sum S for every row v of `vectors`, [o, k], as [o]."""
         forms = vectors.new_zeros(len(vectors))
         for rows, columns in self._tiles:
             # Tile by tile, without the upper half in memory.
-            tile = scale * self._lower[rows, columns].to(vectors)
-            if more is not None:
-                tile += more[rows, columns].to(vectors)
-                tile += more[columns, rows].mT.to(vectors)
-            count = 1 if rows == columns else 2
-            forms += count * torch.linalg.vecdot(vectors[:, rows] @ tile, vectors[:, columns])
+            products = vectors[:, rows] @ self._lower[rows, columns].to(vectors)
+            forms.add_(torch.linalg.vecdot(products, vectors[:, columns]), alpha=1 if rows == columns else 2)
         return forms
 
     def clear(self) -> None:
@@ -175,7 +164,9 @@ class CrossMomentSum:
 
     The second way sums C = t x' and multiplies by W at the end. For each row w of W, with G the sum of x x',
 
-        sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
+        sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) (2 w' C w - (1 - alpha) w' G w),
+
+    where w' C is needed anyway.
 
     Args:
         weight: W, [O, k].
@@ -278,11 +269,11 @@ class CrossMomentSum:
             return self._sums
         cross, target, energy = self._sums
         weight, rest = self._weight, 1 - self._alpha
-        cross = cross.to(weight)
+        output_cross = weight @ cross.to(weight)
         if energy is not None:
-            quadratic_forms = rest * gram.quadratic_forms(weight, scale=-rest, more=cross)
-            energy = self._alpha**2 * energy + quadratic_forms.to(energy.device)
-        return TargetOutputSums(weight @ cross, weight @ target.to(weight), energy)
+            forms = 2 * torch.linalg.vecdot(output_cross, weight) - rest * gram.quadratic_forms(weight)
+            energy = self._alpha**2 * energy + rest * forms.to(energy.device)
+        return TargetOutputSums(output_cross, weight @ target.to(weight), energy)
 
 
 def _split_columns_like(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:

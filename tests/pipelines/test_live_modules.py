@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import LibraryDrift
 from driftlens.pipelines import analyze as reopening
 from driftlens.runs.run import DriftRun
@@ -346,7 +347,7 @@ def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
         fitted(given, data, blocks="blocks")
 
 
-@pytest.mark.parametrize(("asked", "held"), [({}, 2), ({"closure_samples": 3}, 3), ({"closure_samples": None}, 6)])
+@pytest.mark.parametrize(("asked", "held"), [({}, 1), ({"closure_samples": 3}, 3), ({"closure_samples": None}, 6)])
 def test_a_few_samples_are_held_against_the_library_before_a_fit(
     asked: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +361,22 @@ def test_a_few_samples_are_held_against_the_library_before_a_fit(
     monkeypatch.setattr(LibraryDrift, "compare", compared)
     fitted(given, data, blocks="blocks", **asked)
     assert {*counts} == {held}
+
+
+def test_every_expert_of_a_fit_is_held_against_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, data = models(Stack), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    experts = {"first": given["expert"], "second": given["expert"]}
+    library_states = ModelPool.library_states
+
+    def altered(self: ModelPool, model: str, *of: Any) -> Any:
+        states = library_states(self, model, *of)
+        if model == "expert:second":
+            states[2] = {name: leaf * 1.01 for name, leaf in states[2].items()}
+        return states
+
+    monkeypatch.setattr(ModelPool, "library_states", altered)
+    with pytest.raises(NumericsError, match=r"feature of expert:second after layer 3 \(blocks.1\), task 'second'"):
+        dl.FeatCal().fit(given["merged"], given["base"], experts, dict.fromkeys(experts, data), blocks="blocks")
 
 
 def test_models_without_drift_are_closed(tmp_path: Path) -> None:

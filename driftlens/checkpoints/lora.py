@@ -34,7 +34,7 @@ _REMEDY = (
     "PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT)."
 )
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
-_UNGATHERED = (
+UNGATHERED = (
     "DeepSpeed ZeRO-3 saved them without their values: save them again with "
     "stage3_gather_16bit_weights_on_model_save, or restore them from its checkpoint with zero_to_fp32.py."
 )
@@ -116,7 +116,7 @@ class LoraSource:
         self._adapters = open_weights_file(weights)
         if empty := [key for key, header in self._adapters.headers.items() if header.shape == (0,)]:
             reason = f"{len(empty)} of {len(self._adapters.headers)} tensors have shape [0], such as {empty[0]!r}"
-            raise _adapter_error(folder, reason, _UNGATHERED)
+            raise _adapter_error(folder, reason, UNGATHERED)
         self._saved = self._fully_saved_tensors(base)
         places = {key: (base, key) for key in base.headers}
         places |= {name: (self._adapters, key) for name, key in self._saved.items()}

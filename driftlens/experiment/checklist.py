@@ -19,27 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.checkpoints.loading import find_config_folder, open_checkpoint
-from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.tensor_sources import StateSource, count_differences, rename_keys
+from driftlens.checkpoints.loading import TOKENIZERS, find_config_folder
+from driftlens.checkpoints.lora import UNGATHERED, LoraSource
+from driftlens.checkpoints.tensor_sources import StateSource, TensorHeader, count_differences, rename_keys
+from driftlens.experiment.study_loading import open_model_or_adapter, split_adapter
 from driftlens.experiment.sanity_checks import (
     COMPUTED_SETTINGS,
     LONG,
     READ_CHUNK,
+    ROUNDING,
     Finding,
     WeightProducts,
     check_distances,
     check_merge_fit,
     error_finding,
+    format_range,
     model_label,
     row_ranges,
 )
-from driftlens.experiment.study_loading import find_lower_adapter
+from driftlens.models.architectures.encoders import BUFFERS
 from driftlens.models.chain import WeightSlot
-from driftlens.models.vocabularies import tokenizer_changes
-from driftlens.utils.errors import CheckpointError, DriftLensError, shorten_list
+from driftlens.models.vocabularies import num_token_ids, tokenizer_changes
+from driftlens.utils.errors import CheckpointError, DriftLensError, pluralize, shorten_list
 from driftlens.utils.files import read_json_object
-from driftlens.utils.variants import ModelChange, coarse_change_text, rounding_loss_text, task_of_expert
+from driftlens.utils.variants import COARSE, ModelChange, coarse_change_text, rounding_loss_text, task_of_expert
 
 # Wrappers that libraries put before the names of a model's tensors.
 _PREFIX = re.compile(r"^(?:(?:base_model|module|model|_orig_mod|language_model|transformer|text_model)\.)*")
@@ -47,14 +50,13 @@ _LAYER = re.compile(r"^(.*?)\.?(\d+)\.(.+)$")
 # Names of token tables and of heads that may be tied to them.
 _TABLES = re.compile(r"(embed_tokens|wte|word_embeddings|tok_embeddings|shared|token_embedding)\.weight$")
 _HEADS = re.compile(r"(lm_head|embed_out|output_projection)\.weight$")
+_BUFFER = re.compile("|".join(BUFFERS))
 # Entries read of each tensor to count what rounding to the stored dtype lost.
 _SAMPLED = 1 << 14
 # A tensor this many times as large as the base's, or as small, was scaled by mistake.
 _OUTLIER = 10.0
-# A merge keeps less than this share of an expert's change only by mistake or by choice.
-_LOST = 0.05
-# Layers that keep less than this share of what the median layer keeps are named.
-_UNEVEN = 0.25
+# A merge keeps less than this share of what it keeps of another expert, or of a whole change, by mistake or by choice.
+_LOST, _ALL_LOST = 0.05, 0.01
 # Task vectors of a module below this cosine work against each other.
 _OPPOSED = -0.3
 
@@ -175,22 +177,29 @@ def check_merge_files(
     checklist, sources, first = Checklist(places), dict[str, StateSource](), next(iter(places))
     for name, place in places.items():
         try:
-            source = _open_with_lower_adapters(place, sources.get("base"), offline)
+            source = open_model_or_adapter(place, sources.get("base"), offline=offline)
             sources[name] = _LastPieceSource(source) if name == first else source
         except DriftLensError as error:
             if name == first:
                 raise
             checklist.findings.append(error_finding(model_label(name), error))
-    folders = {name: find_config_folder(places[name]) for name in sources}
+    # Adapters have no configuration; a model given with them has.
+    folders = {name: find_config_folder(split_adapter(places[name])[0]) for name in sources}
     configs = {name: read_json_object(folder, "config.json") for name, folder in folders.items() if folder}
-    checklist.findings += [*_check_configs(configs), *_check_tokenizers(folders)]
+    # Adapters may come with a tokenizer of more tokens.
+    homes = {
+        name: Path(source.name) if isinstance(source, LoraSource) else folders[name]
+        for name, source in sources.items()
+    }
+    checklist.findings += [*_check_configs(configs), *_check_tokenizers(homes)]
     aligned = dict[str, StateSource]()
     for name, source in sources.items():
         try:
             aligned[name] = _with_names_of(sources[first], source)
         except DriftLensError as error:
             checklist.findings.append(error_finding(model_label(name), error))
-    checklist.findings += [*_check_tensors(aligned), *_check_heads(aligned, configs)]
+    checklist.findings += [*_check_tensors(aligned), *_check_token_ids(aligned, homes)]
+    checklist.findings += _check_heads(aligned, configs)
     statistics = _read_statistics(aligned)
     checklist.findings += [*_check_values(statistics), *_check_adapters(aligned, statistics)]
     if len(statistics.names) > 1 and statistics.grams:
@@ -203,7 +212,7 @@ def check_merge_files(
         if "merged" in products.names and products.experts:
             checklist.findings.append(check_merge_fit(products, "merged"))
             checklist.kept = _kept_by_layer(statistics) if "base" in products.names else {}
-            checklist.findings += _check_kept(checklist.kept)
+            checklist.findings += _check_kept(checklist.kept, statistics) if checklist.kept else ()
     return checklist
 
 
@@ -213,7 +222,7 @@ def _with_names_of(base: StateSource, source: StateSource) -> StateSource:
     Raises:
         CheckpointError: fewer than half of the base's tensors are there.
     """
-    if source is base or isinstance(source, LoraSource):
+    if source.headers.keys() >= base.headers.keys():
         return source
     own = {_PREFIX.sub("", key): key for key in source.headers}
     names = {key: key if key in source.headers else own.get(_PREFIX.sub("", key)) for key in base.headers}
@@ -230,54 +239,65 @@ def _with_names_of(base: StateSource, source: StateSource) -> StateSource:
 
 def _check_configs(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Compare the settings that change what a model computes with those of the base."""
-    first, compared = next(iter(configs), ""), 0
-    base = configs.get(first, {})
+    (first, base), *others = configs.items() or [("", {})]
+    compared, are_equal = 0, True
     for name, config in configs.items():
         if quantized := config.get("quantization_config"):
             method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
             text = f"the {model_label(name)} is quantized ({method}): its files hold codes, not weights"
             yield Finding("problem", model_label(name), text, "Dequantize it and save in bfloat16 or float32.")
-        if name == first:
-            continue
-        pairs = [
-            (path, ours, theirs)
-            for path, ours, theirs in _setting_pairs(base, config)
-            if ours is not None and theirs is not None
-        ]
-        compared += len(pairs)
-        for path, ours, theirs in pairs:
+    for name, config in others:
+        for path, ours, theirs in _setting_pairs(base, config):
+            compared += 1
             if ours != theirs:
+                are_equal = False
                 text = f"config.json of the {model_label(name)} has {path} {theirs}, the {model_label(first)} {ours}"
                 hint = "The merge computes with one of them. Merge models of one configuration, or correct the file."
                 yield Finding("problem", "configuration", text, hint)
-    if compared:
-        yield Finding("ok", "configuration", f"{compared} settings of config.json compared")
+    if compared and are_equal:
+        text = f"{pluralize(compared, 'setting')} of config.json in {pluralize(len(configs), 'model')} agree"
+        yield Finding("ok", "configuration", text)
 
 
 def _setting_pairs(base: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for key in ("model_type", *COMPUTED_SETTINGS):
-        yield key, base.get(key), other.get(key)
-    for section in ("text_config", "vision_config"):
-        if isinstance(base.get(section), dict) and isinstance(other.get(section), dict):
-            for key in COMPUTED_SETTINGS:
-                yield f"{section}.{key}", base[section].get(key), other[section].get(key)
+    """Yield the settings that both configurations state: name, the base's value, the other's."""
+    for section in ("", "text_config", "vision_config"):
+        ours, theirs = (_stated_settings(whole.get(section) if section else whole) for whole in (base, other))
+        for key in ("model_type", *COMPUTED_SETTINGS):
+            if ours.get(key) is not None and theirs.get(key) is not None:
+                yield f"{section}.{key}".lstrip("."), ours[key], theirs[key]
+
+
+def _stated_settings(config: Any) -> Mapping[str, Any]:
+    """Return a configuration with RoPE's base where older files have it: next to the other settings."""
+    if not isinstance(config, dict):
+        return {}
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return config
+    return {**config, **rope, "rope_parameters": {key: rope[key] for key in rope if key != "rope_theta"}}
 
 
 def _check_tokenizers(folders: Mapping[str, Path | None]) -> Iterator[Finding]:
     """Compare tokenizer files and special tokens with those of the base."""
     (first, home), *others = folders.items()
-    compared = 0
+    num_equal, are_equal = 0, True
     for name, folder in others:
         if home is None or folder is None:
             continue
-        compared += 1
         if differing := tokenizer_changes(home, folder):
+            are_equal = False
             text = f"the tokenizer of the {model_label(name)} differs from that of the {model_label(first)}: "
             text += ", ".join(differing)
             hint = "Where ids differ, models read other words. Merge models of one tokenizer."
             yield Finding("notice", "tokenizer", text, hint)
-    if compared:
-        yield Finding("ok", "tokenizer", f"files and special tokens of {compared + 1} models compared")
+        num_equal += all(map(_has_tokenizer, (home, folder)))
+    if num_equal and are_equal:
+        yield Finding("ok", "tokenizer", f"files and special tokens of {num_equal + 1} models agree")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in (*TOKENIZERS, "tokenizer_config.json"))
 
 
 def _check_tensors(sources: Mapping[str, StateSource]) -> Iterator[Finding]:
@@ -297,15 +317,18 @@ def _check_tensors(sources: Mapping[str, StateSource]) -> Iterator[Finding]:
         if name == first:
             continue
         missing = _missing_tensors(base, source)
-        extra = [key for key in own if key not in base.headers]
+        extra = [key for key in own if key not in base.headers and _is_weight(key, own[key])]
         shapes = [key for key in own if key in base.headers and own[key].shape != base.headers[key].shape]
+        if empty := [key for key in shapes if own[key].shape == (0,)]:
+            text = f"{called} has {pluralize(len(empty), 'tensor')} of shape [0]: {shorten_list(empty, 2)}"
+            yield Finding("problem", "tensors", text, UNGATHERED)
         if missing:
-            text = f"{called} lacks {len(missing)} tensors of {anchor}: {shorten_list(missing, 2)}"
+            text = f"{called} lacks {pluralize(len(missing), 'tensor')} of {anchor}: {shorten_list(missing, 2)}"
             yield Finding("problem", "tensors", text, "Download or save it again: a shard or a module was lost.")
         if extra:
-            text = f"{called} has {len(extra)} tensors that {anchor} lacks: {shorten_list(extra, 2)}"
+            text = f"{called} has {pluralize(len(extra), 'tensor')} that {anchor} lacks: {shorten_list(extra, 2)}"
             yield Finding("notice", "tensors", text, "Heads of a task may be added; other tensors are not merged.")
-        for key in shapes[:2]:
+        for key in [key for key in shapes if key not in empty][:2]:
             is_table = _TABLES.search(key) or _HEADS.search(key)
             kind = "vocabulary" if is_table else "tensors"
             text = f"{key} is {[*own[key].shape]} in {called} and {[*base.headers[key].shape]} in {anchor}"
@@ -316,17 +339,40 @@ def _check_tensors(sources: Mapping[str, StateSource]) -> Iterator[Finding]:
         if not (missing or extra or shapes):
             same.append(name)
     if same:
-        text = f"{len(same)} models have the tensors of {anchor} ({len(base.headers)}), in its shapes"
+        text = f"{pluralize(len(base.headers), 'tensor')} of {anchor}: equal shapes in {len(same) + 1} models"
         yield Finding("ok", "tensors", text)
 
 
+def _is_weight(key: str, header: TensorHeader) -> bool:
+    """Return False for indices and other buffers, which some versions of a library save and others compute."""
+    return header.dtype.is_floating_point and not _BUFFER.search(key)
+
+
 def _missing_tensors(base: StateSource, source: StateSource) -> list[str]:
-    """Return the tensors that a model lacks, without tied heads and towers that are left out as a whole."""
+    """Return the weights that a model lacks, without tied heads and towers that are left out as a whole."""
     stacks = {match[1] for key in source.headers if (match := _LAYER.match(key))}
-    missing = [key for key in base.headers if key not in source.headers and not _HEADS.search(key)]
+    missing = [
+        key
+        for key, header in base.headers.items()
+        if key not in source.headers and not _HEADS.search(key) and _is_weight(key, header)
+    ]
     of_stacks = [key for key in missing if (match := _LAYER.match(key)) and match[1] in stacks]
     has_left_out_tower = any((match := _LAYER.match(key)) and match[1] not in stacks for key in missing)
     return of_stacks if has_left_out_tower else missing
+
+
+def _check_token_ids(sources: Mapping[str, StateSource], folders: Mapping[str, Path | None]) -> Iterator[Finding]:
+    """Report tokenizers with more ids than their model has rows, and more so than the base's."""
+    excess = dict[str, int]()
+    for name, source in sources.items():
+        table = next((key for key in source.headers if _TABLES.search(key)), "")
+        rows, ids = source.headers[table].shape[0] if table else 0, num_token_ids(folders[name])
+        excess[name] = max(0, ids - rows) if table else 0
+        # Published text models keep ids of images that they can't read.
+        if excess[name] > next(iter(excess.values())):
+            text = f"the tokenizer of the {model_label(name)} has ids up to {ids - 1}, but {table} has {rows} rows"
+            hint = "Texts with the other ids fail. Save it with the tokenizer of these rows, or merge again with both."
+            yield Finding("problem", "vocabulary", text, hint)
 
 
 def _check_heads(sources: Mapping[str, StateSource], configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
@@ -384,7 +430,11 @@ def _read_statistics(sources: Mapping[str, StateSource]) -> _Statistics:
             for name in present[1:]:
                 torch.sub(pieces[name].float().flatten(), start, out=stacked[names.index(name)])
                 if index == 0:
-                    statistics.changes[name] += _sampled_change(pieces[names[0]], pieces[name])
+                    start_piece, end_piece = (pieces[model].flatten()[:_SAMPLED] for model in (names[0], name))
+                    # Experts are merged in the narrower dtype of both, unless it is set; a merge is what is stored.
+                    dtypes = [end_piece.dtype, *([start_piece.dtype] if name != "merged" else [])]
+                    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+                    statistics.changes[name] += count_differences(start_piece, end_piece, narrow)
             gram += (stacked @ stacked.T).double()
             if num_experts > 1:
                 changes = stacked[first : first + num_experts]
@@ -404,16 +454,14 @@ def _read_statistics(sources: Mapping[str, StateSource]) -> _Statistics:
     return statistics
 
 
-def _sampled_change(start: Tensor, end: Tensor) -> ModelChange:
-    narrow = start.dtype if start.dtype.itemsize < end.dtype.itemsize else end.dtype
-    return count_differences(start.flatten()[:_SAMPLED], end.flatten()[:_SAMPLED], narrow)
-
-
 def _check_values(statistics: _Statistics) -> Iterator[Finding]:
     """Report NaN and infinity, and tensors whose size is far from the base's."""
     for name, keys in statistics.broken.items():
-        text = f"the {model_label(name)} has NaN or infinity in {len(keys)} tensors: {shorten_list(keys, 2)}"
-        yield Finding("problem", "values", text, "Save it again; float16 overflows where bfloat16 does not.")
+        text = f"the {model_label(name)} has NaN or infinity in {pluralize(len(keys), 'tensor')}: "
+        hint = "Save it again; float16 overflows where bfloat16 does not."
+        if all(_TABLES.search(key) or _HEADS.search(key) for key in keys):
+            hint = "Rows of tokens that a model lacks may not have been filled: merge with the base's tokenizer."
+        yield Finding("problem", "values", text + shorten_list(keys, 2), hint)
     largest = dict[str, tuple[float, str]]()
     for key, gram in statistics.grams.items():
         size = float(gram[0, 0])
@@ -430,20 +478,11 @@ def _check_values(statistics: _Statistics) -> Iterator[Finding]:
                 "problem", "values", text, "A scale is missing or applied twice (fp8, LoRA alpha): check the file."
             )
     if not statistics.broken and all(ratio <= _OUTLIER for ratio, _ in largest.values()):
-        most = max((ratio for ratio, _ in largest.values()), default=1.0)
-        yield Finding("ok", "values", f"all finite; norms of matrices differ by a factor of {most:.2f} at most")
-
-
-def _open_with_lower_adapters(place: str, base: StateSource | None, offline: bool) -> StateSource:
-    """Open a model; adapters are added to the adapters on which they were trained."""
-    places = [place]
-    while base is not None and (lower := find_lower_adapter(places[-1])) and lower not in places:
-        places.append(lower)
-    source = base
-    for part in reversed(places):
-        source = open_checkpoint(part, offline=offline, base=source)
-    assert source is not None
-    return source
+        text = "all are finite"
+        if largest:
+            most, anchor = max(ratio for ratio, _ in largest.values()), model_label(statistics.names[0])
+            text += f"; norms of matrices are within a factor of {most:.2f} of those of the {anchor}"
+        yield Finding("ok", "values", text)
 
 
 def _check_adapters(sources: Mapping[str, StateSource], statistics: _Statistics) -> Iterator[Finding]:
@@ -474,16 +513,20 @@ def _check_adapters(sources: Mapping[str, StateSource], statistics: _Statistics)
 
 
 def _check_rounding(statistics: _Statistics) -> Iterator[Finding]:
-    """Report task vectors that rounding to the stored dtype mostly reverted."""
-    lost = [
-        (name, text)
-        for name, change in statistics.changes.items()
-        if (text := coarse_change_text(change, model_label(name)) or rounding_loss_text(change, model_label(name)))
-    ]
-    for _, text in lost:
-        yield Finding("notice", "rounding", text, "If weights of higher precision exist, give those.")
-    if not lost:
-        yield Finding("ok", "rounding", "changes are larger than a step of the dtype they are stored in")
+    """Report changes of which rounding reverted most entries, or would revert them in the base's dtype."""
+    are_precise = True
+    for name, change in statistics.changes.items():
+        text = coarse_change_text(change, f"the {model_label(name)}")
+        hint = "If weights of higher precision exist, give those."
+        if not text and change.lost > COARSE * change.changed:
+            text = rounding_loss_text(change, f"the {model_label(name)}")
+        if name == "merged" or change.lost:
+            hint = "Merge and save in float32 (--out-dtype float32), or serve adapters without merging them."
+        if text:
+            are_precise = False
+            yield Finding("notice", "rounding", text, hint)
+    if are_precise:
+        yield Finding("ok", "rounding", "most changes are larger than a step of the dtype they are stored in")
 
 
 def _check_lengths(statistics: _Statistics) -> Iterator[Finding]:
@@ -496,7 +539,7 @@ def _check_lengths(statistics: _Statistics) -> Iterator[Finding]:
     if len(norms) < 2:
         return
     (short, least), (long, most) = (pick(norms.items(), key=lambda entry: entry[1]) for pick in (min, max))
-    text = f"norms of task vectors are {least:.3g} to {most:.3g}"
+    text = f"their norms are {least:.3g} to {most:.3g}" if most > 1.01 * least else f"all have norm {most:.3g}"
     if not least:
         text = f"the {model_label(short)} equals the base"
         yield Finding("problem", "task vectors", text, "It was not fine-tuned, or its adapter was not applied.")
@@ -548,7 +591,7 @@ def _check_interference(interference: Mapping[str, Mapping[str, float]]) -> Iter
     if not interference:
         return
     module, worst = min(interference.items(), key=lambda entry: entry[1]["cosine"])
-    text = f"the smallest cosine of two task vectors is {worst['cosine']:+.2f} (in {module}, where "
+    text = f"the smallest cosine of two task vectors is {round(worst['cosine'], 2) + 0.0:.2f} (in {module}, where "
     text += f"{100 * worst['sign_conflicts']:.0f} % of the entries that two experts change have opposite signs)"
     hint = "Averages cancel there: try ties, or a merge that fits data (driftlens merge --compare)."
     is_opposed = worst["cosine"] < _OPPOSED
@@ -570,21 +613,28 @@ def _kept_by_layer(statistics: _Statistics) -> dict[str, dict[str, float]]:
     }
 
 
-def _check_kept(kept: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
-    """Report experts of which the merge keeps little, overall or in single layers."""
+def _check_kept(kept: Mapping[str, Mapping[str, float]], statistics: _Statistics) -> Iterator[Finding]:
+    """Report experts of which the merge keeps little, and layers that were not merged."""
+    limit = max(_ALL_LOST, _LOST * max(by_layer.get("all layers", 0.0) for by_layer in kept.values()))
     for task, by_layer in kept.items():
-        layers = {layer: share for layer, share in by_layer.items() if layer != "all layers"}
-        if not layers:
-            continue
-        whole, middle = by_layer["all layers"], float(torch.tensor([*layers.values()]).median())
-        text = f"the merge keeps {whole:.2f} of the change of {model_label(f'expert:{task}')}"
-        text += f" ({min(layers.values()):.2f} to {max(layers.values()):.2f} by layer)"
-        low = [layer for layer, share in layers.items() if share < _UNEVEN * middle]
-        if whole < _LOST:
+        layers = [share for layer, share in by_layer.items() if layer != "all layers"]
+        if layers:
+            whole = by_layer["all layers"]
+            text = f"the merge keeps {whole:.2f} of the change of {model_label(f'expert:{task}')}"
+            text += f" (by layer {format_range(layers)})"
             hint = "Check the recipe and the names of tensors. If the last model is an expert, too, write TASK=MODEL."
-            yield Finding("problem", "kept", text, hint)
-        elif low:
-            hint = f"Little in {shorten_list(low, 3)}: were these layers merged? Check the recipe's layer ranges."
-            yield Finding("notice", "kept", text, hint)
-        else:
-            yield Finding("ok", "kept", text)
+            yield Finding("problem", "kept", text, hint) if whole < limit else Finding("ok", "kept", text)
+    merged, groups = statistics.names.index("merged"), _keys_by(statistics, _layer_of)
+    sizes = {layer: torch.diagonal(statistics.sum_over(keys)) for layer, keys in groups.items()}
+    # Methods that trim keep little of some layers, but not nothing.
+    same = [
+        layer
+        for layer, size in sizes.items()
+        if size[merged]
+        <= ROUNDING * size[0]
+        < max(size[position] for position in statistics.expert_positions.values())
+    ]
+    if 0 < len(same) < len(sizes):
+        text = f"{pluralize(len(same), 'layer')} of the merged model equal the base's, and experts change them: "
+        hint = "Were these layers merged? Check the recipe's layer ranges."
+        yield Finding("notice", "kept", text + shorten_list(same, 3), hint)

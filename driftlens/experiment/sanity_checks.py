@@ -44,6 +44,8 @@ from driftlens.utils.variants import (
 MAX_DISTANCE_FROM_BASE = 0.5
 # Unexplained shares of a merge: up to the first it is rounding, above the second a notice.
 MAX_UNEXPLAINED, MUCH_UNEXPLAINED = 0.01, 0.9
+# Published recipes add at most the whole change of an expert; a change added twice has coefficient 2.
+MAX_COEFFICIENT = 1.5
 # Up to this number of elements, models are read completely; above it, the first rows of every tensor.
 MAX_ELEMENTS_READ = 1 << 28
 # Elements of all models in memory at a time.
@@ -154,8 +156,8 @@ def check_distances(sampled: WeightProducts) -> list[Finding]:
         return foreign
     whole, medians, changed = zip(*close, strict=True)
     nearest = "the base" if has_base else "the next expert"
-    text = f"the experts' weights have relative distance {_format_range(whole)} from {nearest}"
-    text += f" (median over matrices {_format_range(medians)})"
+    text = f"the experts' weights have relative distance {format_range(whole)} from {nearest}"
+    text += f" (median over matrices {format_range(medians)})"
     if has_base:
         counts = " to ".join(str(count) for count in sorted({min(changed), max(changed)}))
         least = "" if sampled.is_whole else "at least "
@@ -170,11 +172,15 @@ def check_merge_fit(sampled: WeightProducts, name: str) -> Finding:
     model, fits = model_label(name), _fit_task_vectors(sampled, name)
     origin = "the base" if "base" in sampled.names else "the experts' mean"
     if not fits:
-        return Finding("ok", model, f"the {model} is {origin}, up to rounding")
+        hint = "Nothing was merged: were names of adapters or tensors skipped? Compare them, and merge again."
+        return Finding("notice", model, f"the {model} equals {origin}, up to rounding", hint)
     for (coefficients, share), note in zip(fits, ("", ", others in every tensor"), strict=True):
         if share <= MAX_UNEXPLAINED:
-            text = f"is {origin} plus task vectors, coefficients {_format_range(coefficients)}{note}"
-            return Finding("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
+            text = f"the {model} is {origin} plus task vectors, coefficients {format_range(coefficients)}{note}"
+            if not note and float(coefficients.max()) > MAX_COEFFICIENT:
+                hint = "A change was added twice, or its LoRA scale is too large: merge again, check alpha and rslora."
+                return Finding("notice", model, text, hint)
+            return Finding("ok", model, f"{text}; {100 * share:.2f} % is left")
     share = fits[0][1]
     text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
     if share <= MUCH_UNEXPLAINED:
@@ -183,9 +189,10 @@ def check_merge_fit(sampled: WeightProducts, name: str) -> Finding:
     return Finding("notice", model, text, hint)
 
 
-def _format_range(values: Sequence[float] | Tensor) -> str:
+def format_range(values: Sequence[float] | Tensor) -> str:
+    """Return the smallest and the largest number as text, with one significant digit below 0.005."""
     numbers = torch.as_tensor(values, dtype=torch.float64)
-    low, high = f"{float(numbers.min()):.2f}", f"{float(numbers.max()):.2f}"
+    low, high = (f"{end:.2f}" if abs(end) >= 0.005 or not end else f"{end:.1g}" for end in numbers.aminmax())
     return low if low == high else f"{low} to {high}"
 
 

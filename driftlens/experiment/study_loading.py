@@ -196,7 +196,7 @@ def open_models(
     )
 
     def _open_model(name: str) -> StateSource:
-        stored[name] = _open_model_or_adapter(origins[name], shared, stored.get("base"), access)
+        stored[name] = open_model_or_adapter(origins[name], stored.get("base"), shared, offline=access.offline)
         source = shared.align(stored[name], fallback=sources.get("base"))
         if not reads_texts:
             return source
@@ -240,42 +240,57 @@ def _headers_with_separate_head(
     return CompositeSource(base.name, parts)
 
 
-def _open_model_or_adapter(
-    place: str, architecture: Architecture, base: StateSource | None, access: Permissions, above: tuple[str, ...] = ()
+def open_model_or_adapter(
+    place: str,
+    base: StateSource | None,
+    architecture: Architecture | None = None,
+    *,
+    offline: bool = False,
+    above: tuple[str, ...] = (),
 ) -> StateSource:
     """Open a checkpoint under its own key names; LoRA adapters are added to their base, which may have adapters, too.
 
     Args:
         place: path or Hub id, or MODEL+ADAPTER.
-        architecture: the architecture of all models.
         base: the model that adapters are added to.
-        access: permissions.
+        architecture: the architecture of all models; None to leave names and adapters unchecked.
+        offline: True to use only the Hub's local cache.
         above: the adapters that were trained on `place`.
     """
-    model, _, adapter = place.partition("+")
-    parts = [model, adapter] if model and adapter and not expand_home(place).exists() else [place]
-    *whole, file = (fetch_if_hub_id(part, offline=access.offline) for part in parts)
+    *whole, file = (fetch_if_hub_id(part, offline=offline) for part in split_adapter(place))
     if whole:
-        base = open_checkpoint(whole[0], offline=access.offline)
-    if base is not None and is_lora_folder(pathlib.Path(file)):
+        model = open_checkpoint(whole[0], offline=offline)
+        # Two sources of one file would read it twice.
+        base = base if base is not None and base.name == model.name else model
+    if base is not None and is_lora_folder(expand_home(file)):
         lower = find_lower_adapter(file)
         if lower in (file, *above):
             raise CheckpointError(
                 f"{file} and {lower} name each other as their base", hint="Correct base_model_name_or_path."
             )
         # A model given together with an adapter may contain the lower one.
-        if lower and (not whole or lora_base_model(pathlib.Path(lower))[0] == model):
-            base = _open_model_or_adapter(lower, architecture, base, access, (file, *above))
-        base = architecture.lora_base(base.whole if isinstance(base, RegroupedSource) else base, file)
-    opened = open_checkpoint(file, base=base, offline=access.offline)
+        if lower and (not whole or lora_base_model(pathlib.Path(lower))[0] == split_adapter(place)[0]):
+            base = open_model_or_adapter(lower, base, architecture, offline=offline, above=(file, *above))
+        if architecture is not None:
+            base = architecture.lora_base(base.whole if isinstance(base, RegroupedSource) else base, file)
+    opened = open_checkpoint(file, base=base, offline=offline)
+    if architecture is None:
+        return opened
     if isinstance(opened, LoraSource):
         opened.require_complete(architecture.skeleton)
     return architecture.layout.regroup(opened) if isinstance(architecture.layout, KeyLayout) else opened
 
 
+def split_adapter(place: str) -> list[str]:
+    """Return the model and the adapters of MODEL+ADAPTER, or the place alone."""
+    model, _, adapter = place.partition("+")
+    return [model, adapter] if model and adapter and not expand_home(place).exists() else [place]
+
+
 def find_lower_adapter(folder: str | pathlib.Path) -> str:
     """Return the local or cached adapters on which the adapters in `folder` were trained; "" without any."""
-    stated = lora_base_model(pathlib.Path(folder))[0] if is_lora_folder(pathlib.Path(folder)) else ""
+    folder = expand_home(str(folder))
+    stated = lora_base_model(folder)[0] if is_lora_folder(folder) else ""
     place = fetch_config_folder(stated, offline=True) if stated else None
     return str(place) if place is not None and is_lora_folder(place) else ""
 
@@ -311,7 +326,7 @@ def open_architecture(spec: RunSpec, access: Permissions, *, unread: bool = Fals
     for name, place in weight_paths(spec).items():
         # `open_models` reports errors of checkpoints.
         with contextlib.suppress(DriftLensError):
-            stored = _open_model_or_adapter(place, architecture, base, access)
+            stored = open_model_or_adapter(place, base, architecture, offline=access.offline)
             base = stored if name == "base" else base
             if untied_head_key(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
                 return load(untied=True)

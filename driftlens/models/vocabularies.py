@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,22 @@ def tokenizer_changes(base: pathlib.Path, other: pathlib.Path) -> list[str]:
 def _changed_tokenizer_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """Return the tokenizer files in both folders that lead to other ids."""
     shared = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
-    return [file for file in shared if _tokenizer_file_content(base, file) != _tokenizer_file_content(other, file)]
+    return [
+        file
+        for file in shared
+        # Equal files, the usual case, need not be parsed.
+        if not filecmp.cmp(base / file, other / file, shallow=False)
+        and _tokenizer_file_content(base, file) != _tokenizer_file_content(other, file)
+    ]
+
+
+def num_token_ids(folder: pathlib.Path | None) -> int:
+    """Return the largest id in a folder's tokenizer.json, plus one; 0 without the file."""
+    stated = read_json_object(folder, "tokenizer.json")
+    model = stated.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [*range(len(vocabulary or ()))]
+    return 1 + max((number for number in (*ids, *added_tokens(stated)) if isinstance(number, int)), default=-1)
 
 
 def _tokenizer_file_content(folder: pathlib.Path, file: str) -> Any:

@@ -65,7 +65,7 @@ _HEAD_PREFIXES = (
 )
 
 # Buffers that old versions saved and current ones compute.
-_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
+BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 # Numbers of layers for multi-token prediction. Files have these layers, but the library does not build them.
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
@@ -458,7 +458,7 @@ def ignored_key_patterns(skeleton: Any) -> tuple[str, ...]:
     )
     count = max((n for n in further if isinstance(n, int)), default=0)
     extra = [rf"\blayers\.{depth + n}\." for n in range(count)]
-    return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *extra)
+    return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *BUFFERS, *extra)
 
 
 def _additional_key_prefixes(classifier: str, own_head: HeadTemplate | None, skeleton: Any) -> tuple[str, ...]:

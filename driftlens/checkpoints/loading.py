@@ -159,7 +159,7 @@ def _require_weights_file(path: pathlib.Path) -> None:
         hint = "Save the weights as safetensors, or give their folder."
         raise CheckpointError(
             f"{path}: expected a file of type {', '.join(_READABLE)}",
-            hint=conversion_hint(path) if path.suffix.lower() in _PICKLES else hint,
+            hint=conversion_hint(path) if path.suffix.lower() in (*_PICKLES, ".gguf") else hint,
         )
 
 

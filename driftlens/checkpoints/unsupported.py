@@ -287,7 +287,13 @@ def refuse_lfs_pointer(path: pathlib.Path) -> None:
 
 
 def conversion_hint(path: pathlib.Path) -> str:
-    """Return the code that converts a pickled model to safetensors, with a warning that it runs the file's code."""
+    """Return the code that converts a GGUF file or a pickled model; with a warning if it runs the file's code."""
+    if path.suffix.lower() == ".gguf":
+        options = f"gguf_file={path.name!r}, quantization_config=GgufConfig(dequantize=True)"
+        return (
+            "GGUF files are usually quantized: give the original weights, or dequantize them with transformers:\n"
+            f"AutoModelForCausalLM.from_pretrained({str(path.parent)!r}, {options}).save_pretrained(OUT)"
+        )
     target = str(path.with_suffix(".safetensors"))
     return (
         "If you trust its author, convert it where its classes are importable. This runs its code:\n"

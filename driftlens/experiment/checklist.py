@@ -55,8 +55,11 @@ _BUFFER = re.compile("|".join(BUFFERS))
 _SAMPLED = 1 << 14
 # A tensor this many times as large as the base's, or as small, was scaled by mistake.
 _OUTLIER = 10.0
-# A merge keeps less than this share of what it keeps of another expert, or of a whole change, by mistake or by choice.
+# A merge has less than this share of its largest coefficient of an expert, or keeps so little of all experts, only by
+# mistake or by choice.
 _LOST, _ALL_LOST = 0.05, 0.01
+# Experts of which a merge keeps at least this share of its largest are not called lost: they resemble another one.
+_SIMILAR = 0.25
 # Task vectors of a module below this cosine work against each other.
 _OPPOSED = -0.3
 
@@ -94,7 +97,8 @@ class Checklist:
         lines = [*(f"{model_label(name)}: {place}" for name, place in self.models.items()), ""]
         for finding in self.findings:
             lines.append(f"{marks[finding.level]} {finding.subject:<{width}}  {finding.text}")
-            lines += [f"  {'':<{width}}  {finding.hint}"] * (finding.level != "ok" and bool(finding.hint))
+            if finding.level != "ok":
+                lines += [f"  {'':<{width}}  {line}" for line in finding.hint.splitlines()]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -615,16 +619,25 @@ def _kept_by_layer(statistics: _Statistics) -> dict[str, dict[str, float]]:
 
 def _check_kept(kept: Mapping[str, Mapping[str, float]], statistics: _Statistics) -> Iterator[Finding]:
     """Report experts of which the merge keeps little, and layers that were not merged."""
-    limit = max(_ALL_LOST, _LOST * max(by_layer.get("all layers", 0.0) for by_layer in kept.values()))
-    for task, by_layer in kept.items():
+    merged, experts = statistics.names.index("merged"), [*statistics.expert_positions.values()]
+    total, wholes = statistics.sum_over(statistics.grams), [shares.get("all layers", 0.0) for shares in kept.values()]
+    # What an expert shares with another one is kept without it.
+    fit = torch.linalg.lstsq(total[experts][:, experts], total[experts, merged][:, None], rcond=1e-8, driver="gelsd")
+    own = fit.solution[:, 0].tolist()
+    for (task, by_layer), whole, coefficient in zip(kept.items(), wholes, own, strict=True):
+        if not by_layer:
+            continue
         layers = [share for layer, share in by_layer.items() if layer != "all layers"]
-        if layers:
-            whole = by_layer["all layers"]
-            text = f"the merge keeps {whole:.2f} of the change of {model_label(f'expert:{task}')}"
-            text += f" (by layer {format_range(layers)})"
+        text = f"the merge keeps {whole:.2f} of the change of {model_label(f'expert:{task}')}"
+        text += f" (by layer {format_range(layers)})"
+        is_left_out = coefficient < _LOST * max(own) and whole < _SIMILAR * max(wholes)
+        if is_left_out or max(wholes) < _ALL_LOST:
+            text += f", and {round(coefficient, 2) + 0.0:.2f} without its overlap with other experts" * is_left_out
             hint = "Check the recipe and the names of tensors. If the last model is an expert, too, write TASK=MODEL."
-            yield Finding("problem", "kept", text, hint) if whole < limit else Finding("ok", "kept", text)
-    merged, groups = statistics.names.index("merged"), _keys_by(statistics, _layer_of)
+            yield Finding("problem", "kept", text, hint)
+        else:
+            yield Finding("ok", "kept", text)
+    groups = _keys_by(statistics, _layer_of)
     sizes = {layer: torch.diagonal(statistics.sum_over(keys)) for layer, keys in groups.items()}
     # Methods that trim keep little of some layers, but not nothing.
     same = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.lora import LoraSource
+from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.experiment.checklist import check_merge_files
 from driftlens.utils.errors import CheckpointError
 
@@ -62,6 +67,8 @@ def models_of(base: Tensors, cars: Tensors, birds: Tensors) -> Models:
 
 BASE, CARS, BIRDS = weights(0, 1.0), weights(1, 0.05), weights(2, 0.05)
 CLEAN = models_of(BASE, CARS, BIRDS)
+# Of a task vector with a cosine of 0.1 to another one, a merge without it keeps a tenth.
+SIMILAR = models_of(BASE, {key: value + 0.1 * BIRDS[key] for key, value in CARS.items()}, BIRDS)
 
 
 def config(name: str, **settings: object) -> Models:
@@ -122,8 +129,37 @@ FAULTS: dict[str, tuple[Models, str, str]] = {
         *("kept", "notice"),
     ),
     "an expert that was not merged": (merged(lambda key, _: BASE[key] + SCALING * BIRDS[key]), "kept", "problem"),
+    "an expert that was not merged, like another one": (
+        replace(
+            SIMILAR, tensors={**SIMILAR.tensors, "merged": {key: BASE[key] + SCALING * BIRDS[key] for key in BASE}}
+        ),
+        *("kept", "problem"),
+    ),
     "no combination of experts": (merged(lambda key, value: value + weights(7, 0.2)[key]), "merged model", "notice"),
 }
+
+
+class CountingSource:
+    """Counts the entries read by tensor, and the bytes of all pieces that are still in memory."""
+
+    held, peak = 0, 0
+
+    def __init__(self, source: StateSource) -> None:
+        self.name, self.headers, self._source = source.name, source.headers, source
+        self.entries: Counter[str] = Counter()
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        values = self._source.read(key, rows).numpy().copy()
+        self.entries[key] += values.size
+        CountingSource.held += values.nbytes
+        CountingSource.peak = max(CountingSource.peak, CountingSource.held)
+        # The tensor and all its views keep the array.
+        weakref.finalize(values, self.release, values.nbytes)
+        return torch.from_numpy(values)
+
+    @staticmethod
+    def release(size: int) -> None:
+        CountingSource.held -= size
 
 
 def test_a_clean_merge_passes_every_check(tmp_path: Path) -> None:
@@ -200,6 +236,45 @@ def test_adapters_are_read_on_top_of_those_they_were_trained_on(tmp_path: Path) 
     findings = check_merge_files(base, {"upper": places[lower], "alone": places[base]}).findings
     (found,) = (found for found in findings if found.subject == "task vectors")
     assert "the expert of upper changes 6 times as much as the expert of alone" in found.text
+
+
+def test_a_model_given_with_its_adapter_is_checked_like_the_adapter(tmp_path: Path) -> None:
+    base, experts, merge = CLEAN.save(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", {0: 0.1, 1: 0.2, 2: 0.1})
+    alone, both = (
+        check_merge_files(base, {"cars": place, "birds": experts["birds"]}, merge)
+        for place in (adapter, f"{base}+{adapter}")
+    )
+    assert [line for line in both.findings if line.subject != "configuration"] == [
+        line for line in alone.findings if line.subject != "configuration"
+    ]
+    assert both.kept == alone.kept and not {"expert of cars", "tensors"} & {
+        line.subject for line in both.findings if line.level != "ok"
+    }
+
+
+def test_every_entry_is_read_once_and_memory_holds_one_layer_of_every_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, experts, merge = CLEAN.save(tmp_path)
+    experts["adapter"] = write_adapter(tmp_path / "adapter", {0: 0.1, 1: 0.2, 2: 0.1})
+    sources = list[CountingSource]()
+
+    def open_counting(path: str, *, offline: bool, base: StateSource | None = None) -> StateSource:
+        opened = open_checkpoint(path, offline=offline, base=base)
+        if isinstance(opened, LoraSource):
+            return opened
+        sources.append(CountingSource(opened))
+        return sources[-1]
+
+    monkeypatch.setattr("driftlens.experiment.loading.open_checkpoint", open_counting)
+    monkeypatch.setattr("driftlens.experiment.checklist.READ_CHUNK", 4 * WIDTH * WIDTH)
+    CountingSource.held = CountingSource.peak = 0
+    check_merge_files(base, experts, merge)
+    numel = {key: value.numel() for key, value in BASE.items()}
+    assert [source.entries for source in sources] == [numel] * 4
+    layer = sum(4 * size for key, size in numel.items() if "layers.0." in key)
+    assert 0 < CountingSource.peak <= len(sources) * layer
 
 
 def test_without_a_base_models_are_compared_with_the_first_one(tmp_path: Path) -> None:

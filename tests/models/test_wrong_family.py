@@ -161,13 +161,13 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
         "hf-clip",
         gguf,
         "model-Q4_K_M.gguf: expected a file of type",
-        "safetensors",
+        "GgufConfig(dequantize=True)",
     ),
     "gguf_to_open_clip": (
         "open-clip",
         gguf,
         "model-Q4_K_M.gguf: expected a file of type",
-        "safetensors",
+        "GgufConfig(dequantize=True)",
     ),
     "quantised": ("hf-clip", quantised, "quantised weights (bitsandbytes)", "dequantize"),
 }

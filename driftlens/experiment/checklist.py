@@ -22,7 +22,6 @@ from torch import Tensor
 from driftlens.checkpoints.loading import TOKENIZERS, find_config_folder
 from driftlens.checkpoints.lora import UNGATHERED, LoraSource
 from driftlens.checkpoints.tensor_sources import StateSource, TensorHeader, count_differences, rename_keys
-from driftlens.experiment.study_loading import open_model_or_adapter, split_adapter
 from driftlens.experiment.sanity_checks import (
     COMPUTED_SETTINGS,
     LONG,
@@ -37,6 +36,7 @@ from driftlens.experiment.sanity_checks import (
     model_label,
     row_ranges,
 )
+from driftlens.experiment.study_loading import open_model_or_adapter, split_adapter
 from driftlens.models.architectures.encoders import BUFFERS
 from driftlens.models.chain import WeightSlot
 from driftlens.models.vocabularies import num_token_ids, tokenizer_changes

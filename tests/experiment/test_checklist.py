@@ -267,7 +267,7 @@ def test_every_entry_is_read_once_and_memory_holds_one_layer_of_every_model(
         sources.append(CountingSource(opened))
         return sources[-1]
 
-    monkeypatch.setattr("driftlens.experiment.loading.open_checkpoint", open_counting)
+    monkeypatch.setattr("driftlens.experiment.study_loading.open_checkpoint", open_counting)
     monkeypatch.setattr("driftlens.experiment.checklist.READ_CHUNK", 4 * WIDTH * WIDTH)
     CountingSource.held = CountingSource.peak = 0
     check_merge_files(base, experts, merge)

@@ -183,10 +183,10 @@ def _show_request_fields(chosen: str, loader: str, *, blocked: bool, may_export:
         key="views",
         help="Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
     )
-    fields["shrink"] = _optional_text_field(
+    fields["interpolate"] = _optional_text_field(
         "Interpolation with the base",
         placeholder="1",
-        key="shrink",
+        key="interpolate",
         help="From 0 (the base) over 1 (the repair) to 1.5.",
     )
     fields["auto"] = bool(method.automatic) and st.checkbox(

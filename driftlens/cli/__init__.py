@@ -20,7 +20,8 @@ from typing import Any
 import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
-from driftlens.cli.app import app, expand_home_in_paths, interrupt_on_signals, manner, stopped
+from driftlens.cli.app import app, expand_home_in_paths, interrupt_on_signals, manner, print_note, stopped
+from driftlens.config.requests import RENAMED
 from driftlens.utils.distributed import join_process_group, world_size
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, sanitize_text, wrap_library_error
 from driftlens.utils.files import undo_unfinished_steps
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Importing libraries creates half a million lasting objects; the default of 700 would scan them often.
         gc.set_threshold(10_000, *gc.get_threshold()[1:])
     flags, rest = _split_global_options(words)
+    manner.quiet = not {"-q", "--quiet"}.isdisjoint(flags)
+    rest = [_current_option(word) for word in rest]
     # Set before parsing, so that errors of parsing are shown with a traceback too.
     manner.debug = "--debug" in flags
     if not os.environ.get("PYTHONWARNINGS"):
@@ -110,6 +113,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _current_option(word: str) -> str:
+    """Return an option under its current name, with a note if it was an earlier one."""
+    name, equals, value = word.partition("=")
+    new = RENAMED.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+    if new is None:
+        return word
+    print_note(f"note: {name} is now called --{new}")
+    return f"--{new}{equals}{value}"
 
 
 def _split_global_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ import json
 import logging
 import operator
 import os
+import re
 import signal
 import stat
 import sys
@@ -27,7 +28,7 @@ import typer
 import driftlens
 from driftlens.config.requests import Option, Request
 from driftlens.utils.distributed import ALONE, JobContext, Permissions, ProcessGroup
-from driftlens.utils.errors import Cancelled, sanitize_text
+from driftlens.utils.errors import Cancelled, SpecError, sanitize_text
 from driftlens.utils.files import expand_home
 from driftlens.utils.progress import CancelToken
 
@@ -193,7 +194,24 @@ def _request_from_flags(kind: type[Request], values: Mapping[str, Any]) -> Reque
             value = option.read(value)
         # A field that is on by default has a `--no-...` flag, so its value is inverted.
         fields_set[name] = value is False if field.default is True else value
-    return kind(**fields_set)
+    try:
+        return kind(**fields_set)
+    except SpecError as error:
+        raise _name_flags(error, kind) from None
+
+
+def _name_flags(error: SpecError, kind: type[Request]) -> SpecError:
+    """Return an error about fields of a request with the names of their flags."""
+    flags = {name: Option.from_field(field).flag_name(name) for name, field in kind.model_fields.items()}
+    message = error.message
+    # A problem begins with the path of its field.
+    for problem in error.context.get("problems", ()):
+        name = re.split("[.:]", problem)[0]
+        message = message.replace(problem, flags.get(name, name) + problem.removeprefix(name))
+    message, hint = (
+        re.sub(r"`(\w+)`", lambda found: flags.get(found[1], found[0]), text) for text in (message, error.hint)
+    )
+    return SpecError(message, hint=hint)
 
 
 def _request_flag_parameters(kind: type[Request]) -> Iterator[inspect.Parameter]:

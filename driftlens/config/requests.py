@@ -16,6 +16,7 @@ import inspect
 import json
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,8 +164,9 @@ class Request(SpecSection, title="calibrate"):
     def _convert_numpy_scalars(cls, keywords: Any) -> Any:
         if not isinstance(keywords, Mapping):
             return keywords
+        named = with_current_names(keywords)
         # Requests are stored as JSON, which has no scalars of numpy or torch.
-        return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in keywords.items()}
+        return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in named.items()}
 
     def to_cli_args(self) -> list[str]:
         """Return this request as a list of command-line arguments."""
@@ -188,6 +190,17 @@ class Request(SpecSection, title="calibrate"):
     def with_changes(self, **changes: Any) -> Self:
         """Return a validated copy with some fields changed."""
         return type(self)(**{**dict(self), **changes})
+
+
+# Earlier names of keywords, options and settings of methods, which scripts and saved commands may have.
+RENAMED = {"shrink": "interpolate"}
+
+
+def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords under their current names, with a warning for each earlier name."""
+    for old in RENAMED.keys() & values.keys():
+        warnings.warn(f"{old} is now called {RENAMED[old]}", FutureWarning, stacklevel=3)
+    return {RENAMED.get(name, name): value for name, value in values.items()}
 
 
 def check_keywords(command: str, keywords: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
@@ -255,10 +268,8 @@ class CalibrationRequest(Request):
         "Patterns on module paths, or groups (q, k, v, o, gate, up, down, norms); default: linear and norm modules.",
         read=split_names,
     )
-    shrink: Annotated[float, Field(ge=0, le=1.5)] | None = _option_field(
+    interpolate: Annotated[float, Field(ge=0, le=1.5)] | None = _option_field(
         "Interpolate between base (0) and repair (1), up to 1.5 (WiSE-FT); --auto chooses a value.",
-        # The option's earlier name is in model cards of saved runs.
-        name="--interpolate --shrink",
         unset="1",
         read=str,
         is_list=False,
@@ -310,7 +321,7 @@ class SweepRequest(Request, title="sweep"):
     @model_validator(mode="after")
     def _require_setting_to_vary(self) -> Self:
         if self.is_comparison and (self.preset or self.seeds > 1 or self.grid):
-            raise field_error("preset, seeds and grid need a setting to vary", "Name one with param.")
+            raise field_error("`preset`, `seeds` and `grid` need a setting to vary", "Name one with `param`.")
         return self
 
 
@@ -350,7 +361,7 @@ class AnalysisRequest(Request, title="analyze"):
     @model_validator(mode="after")
     def _refuse_resume_with_force(self) -> Self:
         if self.resume and self.force:
-            raise field_error("resume continues an existing run, force replaces it", "Give one of them.")
+            raise field_error("`resume` continues an existing run, `force` replaces it", "Give one of them.")
         return self
 
 
@@ -551,6 +562,7 @@ def fields_as_keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Calla
 
         @functools.wraps(function)
         def _call_with_requests(*positional: Any, **named: Any) -> T:
+            named = with_current_names(named)
             # Before `bind`, whose TypeError would not name the most similar keyword.
             check_keywords(function.__name__, named, accepted)
             bound = signature.bind(*positional, **named).arguments

@@ -161,7 +161,7 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
         samples=counts.pop() if len(counts) == 1 else None,
         layers=None if chooses_itself else tuple(info.layers),
         sites=tuple(info.sites) or None,
-        shrink=info.shrink.get("share"),
+        interpolate=info.interpolation.get("share"),
         **{"out_dtype": info.out_dtype or None, "views": views.pop() if len(views) == 1 else None, **more},
     )
     return shlex.join(["driftlens", "calibrate", run, *request.to_cli_args()])
@@ -242,9 +242,9 @@ def _merge_and_calibration_rows(run: DriftRun, name: str) -> Iterator[tuple[obje
         sites = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"
         yield "Sites", f"{sites} ({pluralize(len(solved), 'module')})"
     yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
-    if info.shrink:
-        how = ", chosen on held-out samples" if "curve" in info.shrink else ""
-        yield "Shrunk", f"to {info.shrink['share']:g} of the way from the base{how}"
+    if info.interpolation:
+        how = ", chosen on held-out samples" if "curve" in info.interpolation else ""
+        yield "Interpolated", f"to {info.interpolation['share']:g} of the way from the base{how}"
     yield from [("Views of samples", ", ".join(sorted({*info.views.values()})))] if info.views else []
     yield "Preset", info.preset or "none"
     yield from _setting_rows(info.settings)

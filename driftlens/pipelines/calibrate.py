@@ -232,7 +232,7 @@ def _difference_from_finished(plan: CalibrationPlan, finished: CalibrationInfo, 
     names = ["samples", "out_dtype", "sites", "sample_digests"]
     names += [] if is_chosen else ["method", "settings", "layers", "views"]
     before, now = (
-        {name: getattr(info, name) for name in names} | {"shrink": info.shrink.get("asked")}
+        {name: getattr(info, name) for name in names} | {"interpolate": info.interpolation.get("asked")}
         for info in (finished, plan.manifest_entry)
     )
     before |= {"auto": finished.automatic, "layers": sorted(before.get("layers", ()))}
@@ -347,7 +347,7 @@ class _CalibrationJob:
                 plan.sites,
                 self.reporter,
                 others=self.request.method is None,
-                share=self.request.shrink,
+                share=self.request.interpolate,
                 on_score=partial(self.writer.event, CANDIDATE, of=plan.name),
             )
             selection = {**record, "preset": matching_preset(plan.calibrator), "asked": plan.starting_point}

@@ -105,7 +105,7 @@ class CalibrationPlan(SelectionResult):
         patterns: requested patterns of sites; empty means linear and norm modules inside blocks.
         boundaries: layers after which a trained calibrator attaches an adapter; it has no sites.
         out_dtype: dtype of the saved model; empty for the base's.
-        shrink: see `CalibrationInfo.shrink`.
+        interpolation: see `CalibrationInfo.interpolation`.
     """
 
     name: str
@@ -120,18 +120,18 @@ class CalibrationPlan(SelectionResult):
     seed: int = 0
     boundaries: Sequence[int] = ()
     out_dtype: str = ""
-    shrink: Mapping[str, Any] = field(default_factory=dict)
+    interpolation: Mapping[str, Any] = field(default_factory=dict)
 
     def with_chosen_settings(
         self, calibrator: Calibrator, selection: Mapping[str, Any], study: Study
     ) -> CalibrationPlan:
         """Return the plan with the settings that `calibrate --auto` chose."""
         calibrator.check(has_base=study.has_base)
-        shrink = dict(self.shrink)
+        interpolation = dict(self.interpolation)
         if "share" in selection:
             # The curve shows how a factor was chosen, so a requested one has none.
-            shrink |= {"share": selection["share"]} | ({} if shrink else {"curve": selection["curve"]})
-        plan = dataclasses.replace(self, automatic=True, selection=selection, shrink=shrink)
+            interpolation |= {"share": selection["share"]} | ({} if interpolation else {"curve": selection["curve"]})
+        plan = dataclasses.replace(self, automatic=True, selection=selection, interpolation=interpolation)
         if "merge" in selection:
             merge = merge_by_name(selection["merge"]["method"], selection["merge"]["parameters"])
             study.pool.add(plan.kept, merge_study(study.without_labels(self.samples), merge))
@@ -197,7 +197,7 @@ class CalibrationPlan(SelectionResult):
             selection=self.selection,
             out_dtype=self.out_dtype,
             views=self.views,
-            shrink=self.shrink,
+            interpolation=self.interpolation,
         )
 
     def solution_inputs(self, manifest: Manifest, study: Study) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class CalibrationPlan(SelectionResult):
             "compute": f"{study.pool.device.type}, {str(study.pool.dtype).removeprefix('torch.')}",
             **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
             **({"views": self.views} if self.views else {}),
-            **({"shrink": self.shrink["asked"]} if "asked" in self.shrink else {}),
+            **({"interpolate": self.interpolation["asked"]} if "asked" in self.interpolation else {}),
         }
 
 
@@ -254,12 +254,12 @@ def plan_calibration(request: CalibrationRequest, section: Calibration | None, s
             f"the control of {request.name!r} would be {control_variant(request.name)}, already a baseline of the run",
             hint="Choose another --name.",
         )
-    shrink = request.shrink
-    if shrink is not None and not study.has_base:
-        raise SpecError("--interpolate (shrink) needs a base, but the run has none", hint="Leave it out.")
-    if shrink is not None and is_trained:
+    alpha = request.interpolate
+    if alpha is not None and not study.has_base:
+        raise SpecError("--interpolate needs a base, but the run has none", hint="Leave it out.")
+    if alpha is not None and is_trained:
         raise SpecError(
-            f"{method} changes no weights, so --interpolate (shrink) has no effect",
+            f"{method} changes no weights, so --interpolate has no effect",
             hint="Leave it out, or choose a method that changes weights.",
         )
     return CalibrationPlan(
@@ -273,7 +273,7 @@ def plan_calibration(request: CalibrationRequest, section: Calibration | None, s
         seed=study.seed,
         boundaries=(len(chain.layers),) if is_trained else (),
         out_dtype=request.out_dtype or "",
-        shrink={} if shrink is None else {"asked": shrink, "share": shrink},
+        interpolation={} if alpha is None else {"asked": alpha, "share": alpha},
     )
 
 
@@ -397,8 +397,8 @@ def save_variants(
             parameters = _anchor_parameters(pool.chain, merged, pool.source("base"), reach, updates)
         source = replace_parameters(pool.chain, merged, study.dtype_template, parameters)
         # The control stays the anchor itself.
-        if not is_control and plan.shrink:
-            source = InterpolatedSource(pool.source("base"), source, plan.shrink["share"])
+        if not is_control and plan.interpolation:
+            source = InterpolatedSource(pool.source("base"), source, plan.interpolation["share"])
         metadata = _weights_metadata(variant, info)
         with writer.file(calibrated_weights_file(plan.name, control=is_control)) as path:
             save_model(models.architecture, models.save_template, source, path, metadata=metadata)

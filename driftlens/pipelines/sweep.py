@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.config.requests import CalibrationRequest, SweepRequest
+from driftlens.config.requests import CalibrationRequest, SweepRequest, with_current_names
 from driftlens.data.altered import CLEAN, corrupt_samples, format_corruption
 from driftlens.data.samples import SampleSet, random_order, select_samples
 from driftlens.engine.sites import ExpertFeatureCache, select_sites
@@ -404,13 +404,14 @@ def _task_result_columns(scorer: HeldOutScorer, task: str, features: Tensor, exp
 
 
 # Settings of a calibration that a compared method may have in addition to its own.
-_SHARED_SETTINGS = ("views", "shrink")
+_SHARED_SETTINGS = ("views", "interpolate")
 
 
 def resolve_calibrators(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Parse requested calibrators with settings and give each a valid calibration name."""
 
     def _named_calibrator(method: str, settings: Mapping[str, object]) -> NamedMethod:
+        settings = with_current_names(settings)
         own = {key: value for key, value in settings.items() if key not in _SHARED_SETTINGS}
         resolved = {**settings, **resolve_settings(calibrators[method], own, method)}
         parts = [method, *(f"{key}-{value}" for key, value in settings_for_name(settings, resolved).items())]

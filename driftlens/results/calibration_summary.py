@@ -258,8 +258,8 @@ def auto_choice_sentences(run: DriftRun, name: str) -> list[str]:
         # Older runs and choosers of plug-ins may have other records.
         place = f"calibrations/{name}/config.yaml"
         sentences.append(f"Settings were chosen on the calibration samples; see {place}.")
-    if info.shrink:
-        curve, share = info.shrink.get("curve"), info.shrink["share"]
+    if info.interpolation:
+        curve, share = info.interpolation.get("curve"), info.interpolation["share"]
         why = f", the share with the lowest held-out {_selection_criterion_name(curve[0])}" if curve else ""
         sentences.append(f"All weights are base + {share:g} (repaired - base){why}.")
     return sentences
@@ -275,8 +275,8 @@ def _selection_criterion_name(record: Mapping[str, Any]) -> str:
 
 def _interpolation_table(run: DriftRun, name: str) -> Table:
     """Return held-out scores and drift by interpolation factor, if one was chosen."""
-    shrink = run.calibration_info(name).shrink
-    curve = shrink.get("curve", [])
+    interpolation = run.calibration_info(name).interpolation
+    curve = interpolation.get("curve", [])
     criterion = _selection_criterion_name(curve[0]) if curve else ""
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(

@@ -240,7 +240,7 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
     if info is not None and info.unchanged_text:
         yield f"The calibrated model is {info.unchanged_text}."
     elif info is not None and info.model_description:
-        percent = 100 * info.shrink["share"]
+        percent = 100 * info.interpolation["share"]
         yield f"`{calibration}` keeps {percent:.3g} % of the repair and {100 - percent:.3g} % of the base weights."
     repairs = [variant for variant in run.variants if variant_kind(variant) == "calibrated"]
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import psutil
 import pydantic_core
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 import driftlens
@@ -106,7 +106,7 @@ class SelectionResult:
     """The result of selecting among calibrations and unchanged models by held-out score."""
 
     selection: Mapping[str, Any]
-    shrink: Mapping[str, Any]
+    interpolation: Mapping[str, Any]
 
     @property
     def kept(self) -> str:
@@ -116,7 +116,7 @@ class SelectionResult:
     @property
     def unchanged_text(self) -> str:
         """A description of the model that was kept because no calibration was better; "" for a calibration."""
-        share = self.shrink.get("share", 1)
+        share = self.interpolation.get("share", 1)
         way = "" if share == 1 else f", at {share:g} of its way from the base"
         none = "no repair was clearly better" if not way else "no repair was nearer to the experts"
         merge_title = self.selection.get("merge", {}).get("title", "")
@@ -129,7 +129,7 @@ class SelectionResult:
     @property
     def model_description(self) -> str:
         """A description of the selected model: base, merge or calibration, with its interpolation factor."""
-        share = self.shrink.get("share", 1)
+        share = self.interpolation.get("share", 1)
         return self.unchanged_text or (f"a repair, at {share:g} of its way from the base" if share != 1 else "")
 
 
@@ -150,7 +150,7 @@ class CalibrationInfo(SelectionResult):
         attached: number of added parameters, which require the task of an input; 0 if the weights are calibrated.
         out_dtype: requested number type of the saved weights; empty for the base's own.
         change: fields of `ModelChange` for the solved entries; empty if none were solved, and in older runs.
-        shrink: interpolation factor between base (0) and repair (1): as `asked` for and, if chosen automatically, the
+        interpolation: factor between base (0) and repair (1): as `asked` for and, if chosen automatically, the
             `curve` of held-out scores and drift over factors; empty without interpolation.
         found_out: share of test samples whose task was classified correctly, by task; empty if the task is known.
         views: augmented copies of the samples that were used in addition, such as crop:3, by task.
@@ -173,7 +173,10 @@ class CalibrationInfo(SelectionResult):
     out_dtype: str = ""
     change: Mapping[str, Any] = field(default_factory=dict)
     views: Mapping[str, str] = field(default_factory=dict)
-    shrink: Mapping[str, Any] = field(default_factory=dict)
+    # Older runs call it `shrink`.
+    interpolation: Annotated[Mapping[str, Any], Field(validation_alias=AliasChoices("interpolation", "shrink"))] = (
+        field(default_factory=dict)
+    )
     found_out: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -53,7 +53,8 @@ def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(folder: P
         (("--param", "lamda=1"), 2, "hint: Did you mean 'lam'?"),
         (("--param", "lam"), 2, "expected name=value"),
         (("--param", "n=1000"), 4, "1000 calibration samples requested"),
-        (("--param", "lam=1", "--seeds", 0), 2, "seeds: Input should be greater than or equal to 1"),
+        (("--param", "lam=1", "--seeds", 0), 2, "sweep: --seeds: Input should be greater than or equal to 1"),
+        (("--methods", "featcal", "--grid"), 2, "--preset, --seeds and --grid need a setting to vary"),
         ((), 2, "a sweep needs something to vary"),
     ],
 )

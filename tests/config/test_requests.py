@@ -103,5 +103,10 @@ def test_a_value_that_cannot_be_is_refused_by_name(values: dict[str, Any], words
 
 
 def test_a_run_is_gone_on_with_or_replaced() -> None:
-    with pytest.raises(SpecError, match="resume continues an existing run, force replaces it"):
+    with pytest.raises(SpecError, match="`resume` continues an existing run, `force` replaces it"):
         AnalysisRequest(resume=True, force=True)
+
+
+def test_an_earlier_keyword_is_accepted_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="shrink is now called interpolate"):
+        assert CalibrationRequest(name="x", shrink=0.5).interpolate == 0.5  # type: ignore[call-arg]

@@ -267,7 +267,7 @@ def test_the_run_says_how_its_settings_were_chosen(
         assert entry["low"] <= entry["advantage"] <= entry["high"]
     assert selection["num_held_out"] == dict.fromkeys(TASKS, COUNT)
     assert run.manifest.phases[f"calibrate:{NAME}:choose"].state == "done"
-    asked = request(parameters=selection["chosen"], layers=[2], shrink=selection["share"])
+    asked = request(parameters=selection["chosen"], layers=[2], interpolate=selection["share"])
     plain = calibrate(copied(roomy, tmp_path / "plain"), asked)
     weights = [load_file(at.path / f"calibrations/{NAME}/weights.safetensors") for at in (run, plain)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
@@ -358,7 +358,7 @@ def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
     run = calibrate(folder, asked.with_changes(resume=True))
     info = run.manifest.calibrations[NAME]
     assert info.selection["choice"] == "merge average" and info.kept == "merge" and not info.layers
-    share, study = info.shrink["share"], reopen_study(folder)[0]
+    share, study = info.interpolation["share"], reopen_study(folder)[0]
     made = InterpolatedSource(study.pool.source("base"), merge_study(study, merge_by_name("average")), share)
     for key in made.headers:
         found = study.pool.source(f"calibrated:{NAME}").read(key)
@@ -405,7 +405,7 @@ def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
     assert info.selection["choice"] == "residual views=7" and info.views == dict.fromkeys(TASKS, "auto:7")
     assert info.samples == dict.fromkeys(TASKS, COUNT) and info.settings["mu"] == 0.9
     asked = request("hand", method="residual", parameters=info.selection["chosen"], views=7, layers=[2])
-    calibrate(folder, asked.with_changes(shrink=info.shrink["share"], attribution=False))
+    calibrate(folder, asked.with_changes(interpolate=info.interpolation["share"], attribution=False))
     weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
     assert "auto:7" in (folder / f"calibrations/{NAME}/README.md").read_text()

@@ -184,6 +184,8 @@ def test_the_manifest_keeps_the_choice_and_older_ones_still_open(folder: Path) -
     document = json.loads(path.read_text())
     for entry in ("selection", "preset", "sites", "seed"):
         del document["calibrations"][NAME][entry]
+    document["calibrations"][NAME]["shrink"] = document["calibrations"][NAME].pop("interpolation") | {"share": 0.5}
     path.write_text(json.dumps(document))
     older: Manifest = open_run(folder).manifest
+    assert older.calibrations[NAME].interpolation == {"share": 0.5}
     assert older.calibrations[NAME].selection == {} and older.calibrations[NAME].seed is None

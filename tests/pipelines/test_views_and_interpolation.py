@@ -93,14 +93,14 @@ def test_floats_keep_a_share_of_their_way_from_the_base(generator: torch.Generat
 def test_all_tensors_keep_a_share_and_the_record_says_so(roomy: DriftRun, world: World, tmp_path: Path) -> None:
     folder, base = copied(roomy, tmp_path / "run"), world.state("base")
     for name, share in (("whole", 1), ("shrunk", 0.5)):
-        run = calibrate(folder, request(name, shrink=share, attribution=False, layers=[2]))
+        run = calibrate(folder, request(name, interpolate=share, attribution=False, layers=[2]))
     whole, shrunk = weights(folder, "whole"), weights(folder, "shrunk")
     for key, value in shrunk.items():
         torch.testing.assert_close(value, (base[key] + whole[key]) / 2)
     moved = [key for key, value in whole.items() if not torch.equal(value, base[key])]
     assert {"visual.proj", "visual.conv1.weight"} <= {*moved}  # not what was solved for alone
     info = run.manifest.calibrations["shrunk"]
-    assert info.shrink == {"asked": 0.5, "share": 0.5}
+    assert info.interpolation == {"asked": 0.5, "share": 0.5}
     assert "--interpolate=0.5" in calibration_command("shrunk", info)
     assert any("base + 0.5" in sentence for sentence in auto_choice_sentences(run, "shrunk"))
 
@@ -108,11 +108,11 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(roomy: DriftRun, world:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"method": "surgery", "shrink": 0.5}, "changes no weights"),
+        ({"method": "surgery", "interpolate": 0.5}, "changes no weights"),
         ({"auto": True, "samples": 4}, "at least"),
     ],
 )
-def test_shrinking_that_can_not_be_is_refused_before_the_run_is_touched(
+def test_impossible_interpolation_is_refused_before_the_run_is_touched(
     roomy: DriftRun, asked: dict[str, Any], says: str
 ) -> None:
     wanted = request(**asked)

@@ -1,135 +1,405 @@
-"""Scores that need no label, and how well each ranks models: those that a choice compared, by their test scores.
+"""Criteria without labels: how far is the model that each one chooses behind the best candidate by test score?
 
-`python -m benchmarks.automatic` calls both: `measured` of every model of a draw, `table` of what its folder has. Every
-score is taken as a choice would have it, from a few of the test samples, drawn many times; the models' own scores are
-of the others.
+`python -m benchmarks.criteria --folder KEPT` measures the sub-suites that the folder lacks, a file each, and prints a
+table of all that it has. A sub-suite is drawn by its number, see `SubSuite`. Candidates are made from one half of the
+calibration samples and judged on the other half, as `calibrate --auto` does; both halves can take turns. Test scores
+are of candidates made from all samples, on other test samples. `regrets` reads no model, so that criteria can be
+compared again in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.pipelines.analyze import reopen_study
-from driftlens.pipelines.evaluation import final_features
-from driftlens.pipelines.model_selection import hellinger_distances, kl_divergences, relative_drift
+from benchmarks import repairs
+from benchmarks.figures import record
+from driftlens.calibration.calibrator import Calibrator, calibrators
+from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource, StateSource
+from driftlens.config.data import Views
+from driftlens.config.spec import load_spec
+from driftlens.data.altered import append_views
+from driftlens.data.samples import SampleSet, select_samples
+from driftlens.engine.sites import select_sites, sites_to_update
+from driftlens.experiment.merging import merge_study
+from driftlens.experiment.study import Study
+from driftlens.experiment.study_loading import open_study
+from driftlens.merging.method import merge_by_name
+from driftlens.pipelines.evaluation import final_features, score_variants
+from driftlens.pipelines.model_selection import CANDIDATE_MODEL, CandidateFitter
+from driftlens.utils.distributed import ProgressReporter
+from driftlens.utils.intervals import mean_over_draws
 from driftlens.utils.variants import expert_name
 
-FEW, TIMES = 16, 200
-"""Samples a task that a score is taken from, a quarter of what a choice has, and how often they are drawn."""
-TEMPERATURES = (0.5, 0.7, 1.4, 2.0, 2.8)
-Columns = Mapping[str, Sequence[float]]
-Draw = Mapping[str, Mapping[str, Columns]]
-"""By model and task."""
-_NAMES = {
-    "hellinger": "Hellinger distance",
-    "kl": "KL(expert, model)",
-    "fitted": "KL, the model at the temperature that fits these samples",
-    "kl at 2": "KL, the model at temperature 2",
-    "variation": "total variation",
-    "jensen": "Jensen-Shannon divergence",
-    "surprise": "minus the log-probability of the expert's decision",
-    "margin": "minus the margin of the expert's decision, cut at 1",
-    "drift": "relative final drift",
-    "disagrees": "disagreement with the expert's decision",
-}
+Array = NDArray[np.float64]
+FACTORS = (0.2, 0.4, 0.6, 0.8, 1.0)
+SUITES = ("real", "llama", "t5")
+# The expert's most probable classes that are stored; all others together are one class.
+KEPT_CLASSES = 127
+MOST_TESTS = 250
+PARTS = (0, 1)
+
+
+@dataclass(frozen=True)
+class SubSuite:
+    """A suite drawn by its number.
+
+    Attributes:
+        suite: the suite that it is a part of.
+        tasks: number of tasks.
+        strength: scaling of Task Arithmetic.
+        samples: calibration samples per task.
+        is_unseen: True if the experts were not trained on them.
+        reach: position of experts between base, 0, and trained experts, 1; below 1, the base is strong.
+    """
+
+    number: int
+    suite: str
+    tasks: int
+    strength: float
+    samples: int
+    is_unseen: bool
+    reach: float
+
+    @classmethod
+    def draw(cls, number: int) -> SubSuite:
+        rng = np.random.default_rng(number)
+        # Experts near the base, merged so strongly that the merge is worse than the base; and experts beyond the
+        # trained ones, which are too confident and hardly better than the base.
+        is_near, is_beyond = number < 20 and number % 5 in (3, 4), number >= 20
+        strengths = (1.0, 1.5, 2.0) if is_near else (0.4, 0.5, 0.6) if is_beyond else (0.2, 0.3, 0.4, 0.5, 0.6)
+        reaches = (0.3, 0.4, 0.5) if is_near else (1.5, 1.6, 1.75) if is_beyond else (1.0,)
+        return cls(
+            number,
+            SUITES[number % 3],
+            int(rng.choice((3, 4))),
+            float(rng.choice(strengths)),
+            (16, 64, 64, 8)[number % 4],
+            number % 2 == 0,
+            float(rng.choice(reaches)),
+        )
+
+
+def _repairs(drawn: SubSuite) -> dict[str, tuple[Calibrator, int]]:
+    """Calibrators with their number of views, by name."""
+    residual, featcal = calibrators["residual"](mu=0.9), calibrators["featcal"]
+    return {
+        "featcal": (featcal(**featcal.presets[repairs.PRESETS[drawn.suite]]), 0),
+        "residual": (residual, 0),
+        "residual, views": (residual, 7 if drawn.samples < 32 else 3),
+    }
 
 
 @torch.no_grad()
-def measured(run: Any, variants: Mapping[str, str]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Of every model by its title, and task, a value per diagnosis sample of each score; lower is better."""
-    study, _ = reopen_study(run.path)
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for task, at in study.tasks.items():
-        own = {
-            model: final_features(study.pool, model, task, at.diagnosis, study.settings.pool)
-            for model in (expert_name(task), *variants.values())
-        }
-        order = np.argsort(at.diagnosis.ids)
-        wanted, expert = study.head(task, expert_name(task)), own[expert_name(task)]
-        for title, model in variants.items():
-            given = study.head(task, model)
-            assert wanted is not None and given is not None
-            both = own[model], given, expert, wanted
-            columns = {"hellinger": hellinger_distances(*both), "kl": kl_divergences(*both)}
-            columns |= {"drift": relative_drift(own[model], expert)}
-            columns |= _of_scores(given.scores(own[model]).double(), wanted.scores(expert).double())
-            found.setdefault(title, {})[task] = {
-                name: [float(f"{value:.5g}") for value in values.double().numpy()[order]]
-                for name, values in columns.items()
-            }
-    return found
+def measure(drawn: SubSuite, file: pathlib.Path) -> None:
+    """Make, judge and test all candidates of a sub-suite; write log-probabilities and test scores."""
+    arrays: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        study = _opened(drawn, pathlib.Path(place))
+        every, base = study.calibration_sets, study.pool.source("base")
+        sites = select_sites(study.pool.chain)
+        fitter = CandidateFitter(
+            study,
+            lambda update: sites_to_update(study.pool.chain, sites, update),
+            ProgressReporter(),
+            "choose",
+            pathlib.Path(place) / "features",
+        )
+        judged = _judged_samples(every)
+        top = dict[tuple[str, str], Tensor]()
+        for (label, task), samples in judged.items():
+            found = _log_probabilities(study, expert_name(task), task, samples)
+            top[label, task] = found.topk(min(KEPT_CLASSES, found.shape[1]), dim=1).indices
+            arrays[f"{label}|expert|{task}"] = _packed(found, top[label, task])
+
+        def judge(name: str, part: int) -> None:
+            for (label, task), samples in judged.items():
+                positions = range(part, len(samples), 2)
+                found = _log_probabilities(study, CANDIDATE_MODEL, task, select_samples(samples, positions))
+                kept = top[label, task][[*positions]]
+                arrays[f"{label}|{name}|{task}|{part}"] = _packed(found, kept)
+                arrays[f"{label}_agree|{name}|{task}|{part}"] = (found.argmax(1) == kept[:, 0]).numpy()
+
+        def test(name: str, variant: str = CANDIDATE_MODEL) -> None:
+            for task in study.tasks:
+                rows = score_variants(study, task, [variant], ProgressReporter()).tables["scores"]
+                arrays[f"test|{name}|{task}"] = np.array([row["value"] for row in rows], dtype=np.float32)
+
+        def make(name: str, shown: Mapping[str, SampleSet]) -> None:
+            if name in ("base", "merged"):
+                study.pool.add(CANDIDATE_MODEL, study.pool.source(name))
+            elif name == "average":
+                study.pool.add(CANDIDATE_MODEL, merge_study(study.without_labels(shown), merge_by_name(name)))
+            else:
+                calibrator, copies = _repairs(drawn)[name]
+                views = Views(copies=copies) if copies else None
+                fitter.fit(calibrator, {task: replace(of, views=views) for task, of in shown.items()})
+
+        test("expert", "expert")
+        for name in ("base", "merged", "average", *_repairs(drawn)):
+            for part in (*PARTS, None):
+                others = range(2) if part is None else [1 - part]
+                shown = {
+                    task: select_samples(of, sorted(at for other in others for at in range(other, len(of), 2)))
+                    for task, of in every.items()
+                }
+                begun = time.process_time()
+                make(name, shown)
+                arrays[f"cost|{name}|{part}"] = time.process_time() - begun
+                model = _in_memory(study.pool.source(CANDIDATE_MODEL))
+                for factor in FACTORS if name in ("merged", "residual, views") else FACTORS[-1:]:
+                    study.pool.add(CANDIDATE_MODEL, _in_memory(InterpolatedSource(base, model, factor)))
+                    test(f"{name}@{factor:g}") if part is None else judge(f"{name}@{factor:g}", part)
+    np.savez_compressed(file, **arrays)
 
 
-def _of_scores(given: Tensor, wanted: Tensor) -> dict[str, Tensor]:
-    """From scores of classes of model and expert, [n, classes] each."""
-    p, q = wanted.softmax(1), given.softmax(1)
-    middle, decided = (p + q) / 2, wanted.argmax(1, keepdim=True)
-    others = given.scatter(1, decided, -torch.inf).amax(1)
-    halves = [(of * (of.clamp_min(1e-300).log() - middle.clamp_min(1e-300).log())).sum(1) for of in (p, q)]
-    return {
-        "variation": (p - q).abs().sum(1) / 2,
-        "jensen": (halves[0] + halves[1]) / 2,
-        "surprise": -given.log_softmax(1).gather(1, decided)[:, 0],
-        "margin": -(given.gather(1, decided)[:, 0] - others).clamp_max(1),
-        "disagrees": (given.argmax(1) != decided[:, 0]).double(),
-        **{
-            f"kl at {at:g}": (p * (wanted.log_softmax(1) - F.log_softmax(given / at, dim=1))).sum(1)
-            for at in TEMPERATURES
-        },
-    }
+def _judged_samples(every: Mapping[str, SampleSet]) -> dict[tuple[str, str], SampleSet]:
+    """Samples to judge on: as a model is asked them, an augmented copy of each, and texts with their answers."""
+    judged = {}
+    for task, samples in every.items():
+        asked = samples.without_answers
+        copies = append_views(replace(asked, views=Views(copies=1, seed=77)))
+        judged["held", task] = asked
+        judged["view", task] = select_samples(copies, range(len(asked), len(copies)))
+        if samples.texts is not None:
+            judged["shown", task] = samples
+    return judged
 
 
-def table(suite: str, draws: Sequence[tuple[Draw, Draw]], seed: int = 0) -> str:
-    """Rank correlation of every score with the test score, and what the model that it puts first lacks of the best.
-
-    A draw is what `measured` gives and the test scores, both by model. Means over draws, and draws' standard error.
-    """
-    by_draw = [_ranked(*draw, np.random.default_rng(seed)) for draw in draws]
-    lines = [
-        f"{suite}: {len(draws)} draws, {', '.join(f'{len(scores)}' for scores, _ in draws)} models, {FEW} samples a "
-        f"task, {TIMES} times",
-        "| score | rank correlation | points behind the best |",
-        "|---|---|---|",
-    ]
-    for name, title in _NAMES.items():
-        of = np.array([found[name] for found in by_draw])
-        error = of.std(axis=0, ddof=1) / len(of) ** 0.5 if len(of) > 1 else [np.nan, np.nan]
-        mean = of.mean(axis=0)
-        lines.append(f"| {title} | {mean[0]:.3f} ± {error[0]:.3f} | {mean[1]:.2f} ± {error[1]:.2f} |")
-    return "\n".join(lines)
+def _in_memory(source: StateSource) -> InMemorySource:
+    return InMemorySource(source.name, {key: source.read(key) for key in source.headers})
 
 
-def _ranked(found: Draw, scored: Draw, generator: np.random.Generator) -> dict[str, NDArray[np.float64]]:
-    """By score: mean of Spearman's correlation, higher where it ranks better, and of points behind the best."""
-    models, tasks = list(found), list(next(iter(found.values())))
-    truth = {task: np.array([scored[model][task]["score"] for model in models]) for task in tasks}
-    values = {
-        task: {name: np.array([found[model][task][name] for model in models]) for name in found[models[0]][task]}
-        for task in tasks
-    }
-    sums = {name: np.zeros(2) for name in _NAMES}
-    for _ in range(TIMES):
-        few = {task: generator.permutation(truth[task].shape[1])[:FEW] for task in tasks}
-        rest = {task: np.delete(np.arange(truth[task].shape[1]), few[task]) for task in tasks}
-        test = np.mean([truth[task][:, rest[task]].mean(axis=1) for task in tasks], axis=0)
-        means = {
-            name: np.mean([values[task][name][:, few[task]].mean(axis=1) for task in tasks], axis=0)
-            for name in values[tasks[0]]
-        }
-        means["fitted"] = np.min([means["kl"], *(means[f"kl at {at:g}"] for at in TEMPERATURES)], axis=0)
-        for name, sum_ in sums.items():
-            sum_ += _spearman(-means[name], test), 100 * (test.max() - test[means[name].argmin()])
-    return {name: sum_ / TIMES for name, sum_ in sums.items()}
+def _opened(drawn: SubSuite, place: pathlib.Path) -> Study:
+    """Open the study with the calibration samples, test samples, experts and merged model of a sub-suite."""
+    rng = np.random.default_rng(1000 + drawn.number)
+    spec = repairs.spec_of(drawn.suite, drawn.number, "cpu", place, drawn.samples)
+    tasks = sorted(rng.permutation(sorted(spec["experts"]))[: drawn.tasks].tolist())
+    for section in {"experts", "data", "heads"} & spec.keys():
+        spec[section] = {key: of for key, of in spec[section].items() if key in {*tasks, "defaults"}}
+    if drawn.suite != "real" and drawn.is_unseen:
+        for task in tasks:
+            file = repairs.SHARED / "real_text" / "data" / task / "test.jsonl"
+            lines = file.read_text().splitlines(keepends=True)[repairs.TEXTS :]
+            (place / f"unseen-{task}.jsonl").write_text("".join(lines))
+            spec["data"][task]["calibration"] = str(place / f"unseen-{task}.jsonl")
+    study, _ = open_study(load_spec(spec))
+    data = {}
+    for task, of in study.tasks.items():
+        test, calibration = of.test, of.calibration
+        assert test is not None and calibration is not None
+        order = rng.permutation(len(test)).tolist()
+        if drawn.suite == "real":
+            if drawn.is_unseen:
+                calibration = select_samples(test, order[: drawn.samples])
+            test = select_samples(test, order[drawn.samples : drawn.samples + MOST_TESTS])
+        data[task] = replace(of, test=test, calibration=replace(calibration, labels=None))
+        expert = InterpolatedSource(study.pool.source("base"), study.pool.source(expert_name(task)), drawn.reach)
+        study.pool.add(expert_name(task), _in_memory(expert))
+    study = replace(study, tasks=data)
+    study.pool.add("merged", merge_study(study, merge_by_name("task_arithmetic", {"scaling": drawn.strength})))
+    return study
 
 
-def _spearman(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    from scipy.stats import spearmanr
+def _log_probabilities(study: Study, model: str, task: str, samples: SampleSet) -> Tensor:
+    head = study.head(task, model)
+    assert head is not None
+    return head.scores(final_features(study.pool, model, task, samples, study.settings.pool)).double().log_softmax(1)
 
-    return float(spearmanr(one, other).statistic)
+
+def _packed(found: Tensor, top: Tensor) -> NDArray[np.float32]:
+    """Log-probabilities of these classes [n, k], and of all others together as a last column if there are others."""
+    kept = found.gather(1, top)
+    if found.shape[1] > top.shape[1]:
+        kept = torch.cat([kept, found.scatter(1, top, -torch.inf).logsumexp(1, keepdim=True)], dim=1)
+    return kept.numpy().astype(np.float32)
+
+
+def _kl(expert: Array, model: Array) -> Array:
+    return (np.exp(expert) * (expert - model)).sum(axis=1)
+
+
+def _hellinger(expert: Array, model: Array) -> Array:
+    return np.sqrt(((np.exp(expert / 2) - np.exp(model / 2)) ** 2).sum(axis=1) / 2)
+
+
+def _tempered(found: Array, temperature: float) -> Array:
+    scaled = found / temperature
+    return scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+
+
+def _floored(found: Array, part: float) -> Array:
+    return np.log((1 - part) * np.exp(found) + part / found.shape[1])
+
+
+TEMPERATURES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.8, 4.0)
+
+
+def _kl_fitted(expert: Array, model: Array) -> Array:
+    """KL divergence of the model at the temperature that makes it smallest."""
+    found = [_kl(expert, _tempered(model, at)) for at in TEMPERATURES]
+    return min(found, key=np.mean)
+
+
+def _kl_as_confident(expert: Array, model: Array) -> Array:
+    """KL divergence of the model at the temperature that gives it the expert's mean confidence."""
+    wanted = np.exp(expert).max(axis=1).mean()
+    found = [_tempered(model, at) for at in TEMPERATURES]
+    return _kl(expert, min(found, key=lambda of: abs(np.exp(of).max(axis=1).mean() - wanted)))
+
+
+# Log-probabilities of expert and model [n, classes] -> the criterion [n], lower is better.
+CRITERIA: Mapping[str, Callable[[Array, Array], Array]] = {
+    "Hellinger distance": _hellinger,
+    "KL": _kl,
+    "KL, floor 0.01 of a uniform distribution": lambda expert, model: _kl(expert, _floored(model, 0.01)),
+    "KL, floor 0.1 of a uniform distribution": lambda expert, model: _kl(expert, _floored(model, 0.1)),
+    "KL, model at its best temperature": _kl_fitted,
+    "KL, model as confident as the expert": _kl_as_confident,
+    "KL, both at temperature 2": lambda expert, model: _kl(_tempered(expert, 2), _tempered(model, 2)),
+    "total variation": lambda expert, model: np.abs(np.exp(expert) - np.exp(model)).sum(axis=1) / 2,
+    "1 - model's probability of the expert's decision": lambda expert, model: (
+        1 - np.exp(model)[np.arange(len(model)), expert.argmax(axis=1)]
+    ),
+    "1 - expert's probability of the model's decision": lambda expert, model: (
+        1 - np.exp(expert)[np.arange(len(model)), model.argmax(axis=1)]
+    ),
+    "disagreement, ties by Hellinger distance": lambda expert, model: (
+        (expert.argmax(axis=1) != model.argmax(axis=1)) + 1e-6 * _hellinger(expert, model)
+    ),
+}
+# Averages of the ranks by several criteria; ties by the first one.
+RANKED = (
+    ("Hellinger distance", "KL"),
+    ("KL", "disagreement, ties by Hellinger distance"),
+    ("Hellinger distance", "KL", "disagreement, ties by Hellinger distance"),
+)
+_LABELS = {
+    "held": "",
+    "view": ", on augmented copies",
+    "both": ", on samples and copies",
+    "shown": ", after the answers",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The results of one sub-suite: per-sample values by model and task, and test scores by model."""
+
+    drawn: SubSuite
+    arrays: Mapping[str, NDArray[Any]]
+
+    @property
+    def tasks(self) -> list[str]:
+        return sorted({key.split("|")[2] for key in self.arrays if key.startswith("test|expert|")})
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models, from the simplest to the most expensive."""
+        return list(dict.fromkeys(key.split("|")[1] for key in self.arrays if key.startswith("held|") and "@" in key))
+
+    def test_score(self, model: str) -> float:
+        """Return the mean over tasks, in %."""
+        return 100 * float(np.mean([self.arrays[f"test|{model}|{task}"].mean() for task in self.tasks]))
+
+    def is_clearly_below(self, model: str, other: str) -> bool:
+        """Return True if the 95 % interval of the difference, paired by test sample, is below 0."""
+        gaps = [self.arrays[f"test|{model}|{task}"] - self.arrays[f"test|{other}|{task}"] for task in self.tasks]
+        error = np.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps)) / len(gaps)
+        return float(np.mean([gap.mean() for gap in gaps])) < -1.96 * error
+
+    def means(self, criterion: str, label: str, parts: Sequence[int]) -> Array:
+        """Return the criterion of every model, averaged over samples, then over tasks."""
+        if label == "both":
+            return self.means(criterion, "held", parts) + self.means(criterion, "view", parts)
+        of = CRITERIA[criterion]
+
+        def mean(model: str, task: str) -> float:
+            expert = self.arrays[f"{label}|expert|{task}"].astype(float)
+            return float(
+                np.mean(
+                    [
+                        of(expert[part::2], self.arrays[f"{label}|{model}|{task}|{part}"].astype(float)).mean()
+                        for part in parts
+                    ]
+                )
+            )
+
+        return np.array([np.mean([mean(model, task) for task in self.tasks]) for model in self.models])
+
+
+def read(folder: pathlib.Path) -> list[Measured]:
+    """Read all measured sub-suites of a folder."""
+    files = sorted(folder.glob("*.npz"), key=lambda file: int(file.stem))
+    return [Measured(SubSuite.draw(int(file.stem)), dict(np.load(file))) for file in files]
+
+
+def chosen_models(one: Measured) -> Iterator[tuple[str, str]]:
+    """Yield the name of each criterion, and the model that it chooses."""
+    has_answers = one.drawn.suite != "real"
+    for label, parts in (("held", PARTS), ("held", PARTS[:1]), ("view", PARTS), ("both", PARTS), ("shown", PARTS)):
+        used = label if has_answers or label != "shown" else "held"
+        means = {criterion: one.means(criterion, used, parts) for criterion in CRITERIA}
+        for names in RANKED:
+            ranks = sum(means[name].argsort().argsort() for name in names)
+            means["rank by " + " and ".join(names)] = ranks + 1e-6 * means[names[0]]
+        for name, values in means.items():
+            yield name + _LABELS[label] + ("" if parts == PARTS else ", one half"), one.models[int(values.argmin())]
+
+
+def regrets(every: Sequence[Measured]) -> dict[str, Array]:
+    """Return per criterion the points by which its choice is behind the best candidate, [sub-suites]."""
+    found = dict[str, list[float]]()
+    for one in every:
+        scores = {model: one.test_score(model) for model in one.models}
+        for name, model in chosen_models(one):
+            found.setdefault(name, []).append(max(scores.values()) - scores[model])
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def left_out_regrets(every: Sequence[Measured], found: Mapping[str, Array]) -> Array:
+    """Return the regret on each suite of the criterion that is best on the two other suites, [sub-suites]."""
+    suites = np.array([one.drawn.suite for one in every])
+    names, values = [*found], np.array([*found.values()])
+    result = np.zeros(len(every))
+    for suite in SUITES:
+        best = values[:, suites != suite].mean(axis=1).argmin()
+        print(f"best without {suite}: {names[best]}")
+        result[suites == suite] = values[best, suites == suite]
+    return result
+
+
+def run(device: str, folder: str = "criteria", numbers: Sequence[int] = range(28)) -> None:
+    """Measure missing sub-suites on the CPU, then print and record the regret of every criterion."""
+    place = pathlib.Path(folder)
+    place.mkdir(exist_ok=True)
+    for number in numbers:
+        if not (file := place / f"{number}.npz").exists():
+            measure(SubSuite.draw(number), file)
+    every = read(place)
+    found = regrets(every)
+    for name, values in sorted(found.items(), key=lambda entry: entry[1].mean()):
+        record("criteria", f"regret, {name}", _interval(values), device=device)
+    record("criteria", "regret, best criterion of two suites on the third", _interval(left_out_regrets(every, found)))
+
+
+def _interval(values: Array) -> str:
+    mean = mean_over_draws(values)
+    return f"{mean.value:.2f} points ({mean.low:.2f} to {mean.high:.2f}; {len(values)} sub-suites)"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", default="criteria", help="where what was measured is kept")
+    parser.add_argument("--numbers", nargs="*", type=int, default=range(28))
+    run("cpu", **vars(parser.parse_args()))

@@ -222,6 +222,13 @@ class SampleSet:
             texts=replace(self.texts, read=answered.__getitem__, shown="target"),
         )
 
+    @property
+    def without_answers(self) -> SampleSet:
+        """The same samples, without answers that `load` shows; the model's prediction of an answer can be judged."""
+        texts = self.texts
+        is_answered = texts is not None and texts.reader is not None and texts.shown != "none"
+        return self.with_answers([""] * len(self)) if is_answered else self
+
     def source_digest(self) -> str:
         """Return a digest of the source data: samples of equal id and digest are the same, at any path."""
         if self.source is not None:

@@ -122,10 +122,7 @@ def _method_and_scoring_samples(study: Study, *, held_out: bool) -> tuple[dict[s
     """Return the samples that merge methods may read, and the samples to score merges on."""
     shown, judged = {}, {}
     for task, samples in without_labels(study).items():
-        shown[task] = judged[task] = samples
-        texts = samples.texts
-        if texts is not None and texts.reader is not None and texts.shown != "none":
-            judged[task] = shown[task].with_answers([""] * len(shown[task]))
+        shown[task], judged[task] = samples, samples.without_answers
         if held_out:
             # The same split for all methods, so that their scores can be paired sample by sample.
             *rest, last = fold_ranges(len(shown[task]), task, "judging on held-out samples")

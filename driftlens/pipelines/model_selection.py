@@ -56,10 +56,10 @@ CANDIDATE_MODEL = "candidate"
 _PHASE = "choose"
 # Interpolation factors between the base, 0, and a model, 1.
 _SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
-# Parts of the samples for cross-fitting: halves.
+# Candidates are made from one half of the samples and judged on the other.
 _NUM_PARTS = 2
 # Other merges of the same experts that are compared, with their default settings.
-_MERGES = ("average", "tsv_m", "regmean_pp")
+_MERGES = ("average",)
 # Cost of scoring a model at all interpolation factors on half of the samples, in FeatCal calibrations.
 _SCORING_COST = 0.35
 # Samples per task from which three views are as good as seven.
@@ -146,7 +146,7 @@ class HeldOutScorer:
         # mean.
         return "drift_rel" if self.tasks_without_head else "hellinger"
 
-    def score_model(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
+    def score_model(self, model: str) -> Values:
         """Return Hellinger distance and relative drift of a model by task, per sample."""
 
         def _task_measures(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
@@ -155,28 +155,19 @@ class HeldOutScorer:
                 values["hellinger"] = self.class_distances(hellinger_distances, model, task, features, expert)
             return {name: value.cpu().numpy() for name, value in values.items()}
 
-        return self.map_final_features(model, _task_measures, positions)
+        return self.map_final_features(model, _task_measures)
 
     @torch.no_grad()
-    def map_final_features(
-        self,
-        model: str,
-        measure: Callable[[str, Tensor, Tensor], T],
-        positions: Mapping[str, Sequence[int]] | None = None,
-    ) -> dict[str, T]:
+    def map_final_features(self, model: str, measure: Callable[[str, Tensor, Tensor], T]) -> dict[str, T]:
         """Apply a function to the final features of model and expert of every task; return results by task.
 
         Args:
             model: name in the study's pool.
             measure: called with a task, and the final features [n, d] of model and expert.
-            positions: of the samples to read, by task; None reads all.
         """
 
         def _measure_task(task: str) -> T:
-            expert, samples = self.expert_features(task), self.samples[task]
-            if positions is not None:
-                expert, samples = expert[list(positions[task])], select_samples(samples, positions[task])
-            return measure(task, self._final_features(model, samples), expert)
+            return measure(task, self._final_features(model, self.samples[task]), self.expert_features(task))
 
         return self.study.team.map(list(self.samples), _measure_task)
 
@@ -340,7 +331,8 @@ class _Candidate(NamedTuple):
     merge: MergeConfig | None = None
 
     @property
-    def work_per_fold(self) -> float:
+    def work(self) -> float:
+        """The cost of making and scoring the candidate."""
         return self.cost / _NUM_PARTS + _SCORING_COST
 
 
@@ -355,9 +347,9 @@ def choose_calibrator(
     share: float | None = None,
     on_score: Callable[..., object] = lambda **_: None,
 ) -> tuple[Calibrator, dict[str, Any]]:
-    """Select calibrator settings by cross-fitting on the calibration samples, without labels.
+    """Select calibrator settings on held-out calibration samples, without labels.
 
-    Two halves of the samples take turns: every model is made from one and scored on the other. The merged model, or
+    Every model is made from one half of the samples and scored on the other. The merged model, or
     else the base, is kept unless something is clearly better. Otherwise the most expensive candidate is taken whose
     score is within a standard error of the best: repairs with views, which did best on all measured suites.
 
@@ -380,14 +372,14 @@ def choose_calibrator(
     has_views = any(samples.views is not None for samples in study.calibration_sets.values())
     candidates = _candidate_models(start, counts, others=others, has_base=study.has_base, has_views=has_views)
     shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
-    total = sum(_NUM_PARTS * candidate.work_per_fold for candidate in candidates)
+    total = sum(candidate.work for candidate in candidates)
     progress = CombinedProgress(reporter, total)
     measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
     with temporary_folder() as folder:
-        trials = _CrossFitting(study, sites, shares, progress, folder)
+        trials = _HeldOutTrials(study, sites, shares, progress, folder)
         measure = trials.scorer.score_name
         for candidate in candidates:
-            result = result_or_error(partial(trials.cross_fit, candidate), study.team)
+            result = result_or_error(partial(trials.score, candidate), study.team)
             if isinstance(result, DriftLensError):
                 if candidate.name == "start":
                     raise result
@@ -409,8 +401,8 @@ def choose_calibrator(
         "judged_by": measure,
         "start": settings_as_json(start),
         "chosen": None if record["kept"] else settings_as_json(chosen),
-        "num_held_out": {task: len(samples) for task, samples in trials.samples.items()},
-        "num_calibrations": _NUM_PARTS * len(candidates),
+        "num_held_out": {task: len(samples) for task, samples in trials.scorer.samples.items()},
+        "num_calibrations": sum(candidate.calibrator is not None for candidate in candidates),
         "seconds": round(time.perf_counter() - started, 3),
     }
 
@@ -431,7 +423,7 @@ def _candidate_models(
     for method, kind in calibrators.items():
         # Inherited ones belong to the parent method.
         declared = vars(kind).get("candidates", ())
-        for settings in declared if others or isinstance(start, kind) else ():
+        for settings in declared if others != isinstance(start, kind) else ():
             repair = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
             try:
                 repair.check(has_base=has_base)
@@ -450,10 +442,8 @@ def _candidate_models(
         name = f"{registered_method(costly)} views={views.copies}"
         title = f"{_candidate_title(name, costly, start)} and {views.copies} views of every sample"
         viewed = [_Candidate(name, title, costly, costly.effort * (1 + views.copies), views)]
-        # The same settings were better without views on no suite of docs/benchmarks.md.
-        repairs = {
-            key: kept for key, kept in repairs.items() if kept is start or _is_different_calibrator(kept, costly)
-        }
+        # The same method was better without views on no suite of docs/benchmarks.md.
+        repairs = {key: kept for key, kept in repairs.items() if kept is start or type(kept) is not type(costly)}
     candidates = [
         _Candidate(key, _candidate_title(key, repair, start), repair, repair.effort) for key, repair in repairs.items()
     ] + viewed
@@ -481,8 +471,12 @@ def _candidate_title(name: str, calibrator: Calibrator, start: Calibrator) -> st
     return f"{method} with {', '.join(changed)}" if changed else method
 
 
-class _CrossFitting:
-    """Two-fold cross-fitting: makes candidates from one half of the samples and scores them on the other."""
+class _HeldOutTrials:
+    """Makes candidates from one half of the samples and scores them on the other.
+
+    Both halves do not take turns: a second fit of the most expensive candidate would cost as much again, and the choice
+    would be as good (docs/benchmarks.md).
+    """
 
     def __init__(
         self,
@@ -492,11 +486,13 @@ class _CrossFitting:
         progress: CombinedProgress,
         folder: Path,
     ) -> None:
-        self.study, self.samples = study, without_labels(study)
-        self.scorer = HeldOutScorer(study, self.samples)
-        folds = {task: fold_ranges(len(data), task, parts=_NUM_PARTS) for task, data in self.samples.items()}
-        self._positions = [{task: of_task[part] for task, of_task in folds.items()} for part in range(_NUM_PARTS)]
-        self._shares, self._progress = shares, progress
+        self.study, self._shares, self._progress = study, shares, progress
+        self._shown, judged = dict[str, SampleSet](), dict[str, SampleSet]()
+        for task, samples in without_labels(study).items():
+            held_out, fitted = fold_ranges(len(samples), task, parts=_NUM_PARTS)
+            self._shown[task] = select_samples(samples, fitted)
+            judged[task] = select_samples(samples.without_answers, held_out)
+        self.scorer = HeldOutScorer(study, judged)
         self._fitter = CandidateFitter(
             study,
             lambda update: sites_to_update(study.pool.chain, sites, update),
@@ -504,47 +500,37 @@ class _CrossFitting:
             _PHASE,
             folder / "features",
         )
-        self._caches = [self._fitter.feature_cache(_NUM_PARTS) for _ in range(_NUM_PARTS)]
+        self._cache = self._fitter.feature_cache()
 
-    def cross_fit(self, candidate: _Candidate) -> dict[float, Values]:
-        """Return held-out scores of a candidate on both halves, by interpolation factor."""
-        pool, scores = self.study.pool, dict[float, list[Values]]()
-        for part, positions in enumerate(self._positions):
-            self._progress.begin_part(candidate.work_per_fold, candidate.title)
-            self._make_candidate_model(candidate, part)
-            model = pool.source(CANDIDATE_MODEL)
-            for share in self._shares:
-                mixed = (
-                    model
-                    if share == 1
-                    else self._load_if_within_budget(InterpolatedSource(pool.source("base"), model, share))
-                )
-                pool.add(CANDIDATE_MODEL, mixed)
-                scores.setdefault(share, []).append(self.scorer.score_model(CANDIDATE_MODEL, positions))
-        return {share: _concatenate_folds(parts) for share, parts in scores.items()}
+    def score(self, candidate: _Candidate) -> dict[float, Values]:
+        """Return held-out scores of a candidate by interpolation factor."""
+        pool, scores = self.study.pool, dict[float, Values]()
+        self._progress.begin_part(candidate.work, candidate.title)
+        self._make_candidate_model(candidate)
+        model = pool.source(CANDIDATE_MODEL)
+        # Merges of the same experts by averages differ little from the interpolated merged model.
+        for share in self._shares if candidate.merge is None else self._shares[-1:]:
+            if share != 1:
+                mixed = InterpolatedSource(pool.source("base"), model, share)
+                pool.add(CANDIDATE_MODEL, self._load_if_within_budget(mixed))
+            scores[share] = self.scorer.score_model(CANDIDATE_MODEL)
+        return scores
 
     def unchanged_model_scores(self) -> dict[str, Values]:
         names = [name for name in _UNCHANGED if name == "merged" or self.study.has_base]
-        return {
-            name: _concatenate_folds([self.scorer.score_model(name, positions) for positions in self._positions])
-            for name in names
-        }
+        return {name: self.scorer.score_model(name) for name in names}
 
-    def _make_candidate_model(self, candidate: _Candidate, part: int) -> None:
-        """Make a candidate from all samples except one fold and add it to the pool."""
-        pool, others = self.study.pool, self._positions[1 - part]
-        shown = {
-            task: replace(select_samples(drawn, [*others[task]]), views=candidate.views or drawn.views)
-            for task, drawn in self.samples.items()
-        }
+    def _make_candidate_model(self, candidate: _Candidate) -> None:
+        """Make a candidate from the samples that are not held out and add it to the pool."""
+        pool = self.study.pool
+        shown = {task: replace(drawn, views=candidate.views or drawn.views) for task, drawn in self._shown.items()}
         if candidate.calibrator is None:
             source = pool.source("merged")
             if candidate.merge is not None:
                 source = merge_study(self.study.without_labels(shown), candidate.merge)
             pool.add(CANDIDATE_MODEL, replace_parameters(pool.chain, source, self.study.dtype_template, {}))
             return
-        cache = self._caches[part] if candidate.views is None else None
-        self._fitter.fit(candidate.calibrator, shown, cache)
+        self._fitter.fit(candidate.calibrator, shown, self._cache if candidate.views is None else None)
 
     def _load_if_within_budget(self, source: StateSource) -> StateSource:
         # Interpolating anew for every task would read both models from disk each time.
@@ -552,13 +538,6 @@ class _CrossFitting:
         if size > self.study.settings.feature_budget:
             return source
         return InMemorySource(source.name, {key: source.read(key) for key in source.headers})
-
-
-def _concatenate_folds(parts: Sequence[Values]) -> Values:
-    return {
-        task: {name: np.concatenate([part[task][name] for part in parts]) for name in by_measure}
-        for task, by_measure in parts[0].items()
-    }
 
 
 def _held_out_scores(values: Values, measure: str) -> HeldOutScores:
@@ -574,7 +553,7 @@ def _best_interpolation(by_share: Mapping[float, Values], measure: str) -> tuple
 
 
 def _selection_record(
-    trials: _CrossFitting,
+    trials: _HeldOutTrials,
     candidates: Sequence[_Candidate],
     measured: Mapping[str, Mapping[float, Values]],
     failures: Mapping[str, str],

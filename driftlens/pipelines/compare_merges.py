@@ -26,6 +26,7 @@ from driftlens.pipelines.model_selection import (
     mean_over_samples,
     require_one_result,
     result_or_error,
+    samples_to_judge,
     settings_for_name,
     without_labels,
 )
@@ -36,7 +37,7 @@ from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_over_tasks
 
 _PHASE = "compare"
-_MEASURES = ("hellinger", "drift_rel")
+_MEASURES = ("total_variation", "drift_rel")
 
 
 class _ComparedMerge(NamedTuple):
@@ -111,7 +112,7 @@ def compare_merges(spec: RunSpec, merges: Sequence[NamedMethod], context: JobCon
     return {
         "name": spec.name,
         "score": scorer.score_name,
-        "samples": {task: len(judged) for task, judged in samples.items()},
+        "samples": {task: len(judged.original or judged) for task, judged in samples.items()},
         "held_out": held_out,
         "present": present,
         "merges": _ranking_rows(compared, scorer.score_name, present),
@@ -122,12 +123,13 @@ def _method_and_scoring_samples(study: Study, *, held_out: bool) -> tuple[dict[s
     """Return the samples that merge methods may read, and the samples to score merges on."""
     shown, judged = {}, {}
     for task, samples in without_labels(study).items():
-        shown[task], judged[task] = samples, samples.without_answers
+        shown[task] = judged[task] = samples
         if held_out:
             # The same split for all methods, so that their scores can be paired sample by sample.
             *rest, last = fold_ranges(len(shown[task]), task, "judging on held-out samples")
             shown[task] = select_samples(shown[task], sorted(position for fold in rest for position in fold))
             judged[task] = select_samples(judged[task], last)
+        judged[task] = samples_to_judge(judged[task])
     return shown, judged
 
 

@@ -268,7 +268,12 @@ def auto_choice_sentences(run: DriftRun, name: str) -> list[str]:
 def _selection_criterion_name(record: Mapping[str, Any]) -> str:
     """Return the name of the criterion that compared candidates; older records spell it differently."""
     if "judged_by" in record:
-        return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}[record["judged_by"]]
+        names = {
+            "total_variation": "total variation",
+            "hellinger": "Hellinger distance",
+            "drift_rel": "relative drift",
+        }
+        return names[record["judged_by"]]
     score = record.get("what") or record["score"]
     return next((name for name in ("KL", "Hellinger distance") if score.startswith(name)), "relative drift")
 

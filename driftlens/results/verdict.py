@@ -51,8 +51,9 @@ from driftlens.utils.variants import (
 # Merges to compare, with and without a base.
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
 _LOWER = {
-    "hellinger": "Hellinger distance {} lower",
-    "kl": "KL {} nat lower",  # of comparisons made by earlier versions
+    "total_variation": "total variation {} lower",
+    "hellinger": "Hellinger distance {} lower",  # of comparisons made by earlier versions, as KL
+    "kl": "KL {} nat lower",
     "drift_rel": "relative drift {} lower",
 }
 

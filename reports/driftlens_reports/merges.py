@@ -17,8 +17,9 @@ from driftlens_reports.charts import theme, words
 from driftlens_reports.charts.chart import Drawn
 
 NAMES = {
-    "hellinger": "Hellinger distance to the experts",
-    "kl": "KL to the experts (nat)",  # by which earlier versions ranked
+    "total_variation": "total variation to the experts",
+    "hellinger": "Hellinger distance to the experts",  # by which earlier versions ranked, as by KL
+    "kl": "KL to the experts (nat)",
     "drift_rel": "relative final drift",
 }
 

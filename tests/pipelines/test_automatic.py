@@ -18,7 +18,9 @@ import driftlens as dl
 from driftlens.calibration.automatic import HeldOutScores, choose_model
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import InterpolatedSource
+from driftlens.config.data import Views
 from driftlens.config.types import parse_yaml
+from driftlens.data.altered import append_views
 from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites
@@ -36,9 +38,9 @@ from driftlens.pipelines.model_selection import (
     CandidateFitter,
     HeldOutScorer,
     choose_calibrator,
-    hellinger_distances,
     kl_divergences,
     relative_drift,
+    total_variations,
 )
 from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.results.verdict import verdict
@@ -150,7 +152,7 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     )
     names = {"merged", "base", "start", "residual views=7", "shrunk", "merge average"}
     assert names == {entry["name"] for entry in record["compared"] if "score" in entry}
-    assert record["score"].startswith("Hellinger distance")
+    assert record["score"].startswith("total variation")
     assert all(0 <= entry["score"] <= 1 for entry in record["compared"])
     assert again.get_params() == found.get_params() and same["compared"] == record["compared"]
 
@@ -169,9 +171,8 @@ def test_a_calibrator_that_looks_at_a_label_or_another_sample_is_caught(study: S
         chosen(blind, Peeking())
 
 
-def test_half_of_the_samples_is_held_out_and_none_is_scored_that_was_fitted_to(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def held_out_ids(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Require that every candidate is made from one half of a task's samples, and judged on the other half."""
     scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
     read = model_selection.final_features
@@ -181,10 +182,11 @@ def test_half_of_the_samples_is_held_out_and_none_is_scored_that_was_fitted_to(
         return found
 
     def spied_read(pool: Any, model: str, task: str, samples: SampleSet, pooling: Any) -> torch.Tensor:
+        ids = [name.partition(", view")[0] for name in samples.ids]
         if model == CANDIDATE_MODEL:
-            scored.append((frozenset(), frozenset(samples.ids)))
+            scored.append((frozenset(), frozenset(ids)))
         elif model.startswith("expert"):
-            experts.extend(samples.ids)
+            experts.extend(ids)
         return read(pool, model, task, samples, pooling)
 
     watch_fits(monkeypatch, watch)
@@ -194,9 +196,38 @@ def test_half_of_the_samples_is_held_out_and_none_is_scored_that_was_fitted_to(
     at = study.tasks[task].calibration
     assert at is not None
     _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}))
-    assert scored and set(scored) == {(frozenset(at.ids[1::2]), frozenset(at.ids[::2]))}
+    assert set(scored) == {(frozenset(at.ids[1::2]), frozenset(at.ids[::2]))}
     assert record["num_calibrations"] == 2 and record["num_held_out"] == {task: COUNT // 2}
-    assert experts == [*at.ids[::2]], "experts are read once"
+    # Every sample and its augmented copy.
+    assert experts == 2 * [*at.ids[::2]], "experts are read once"
+
+
+def test_half_of_the_samples_is_held_out_and_none_is_scored_that_was_fitted_to(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out_ids(study, monkeypatch)
+
+
+def test_a_candidate_that_is_judged_on_the_samples_it_was_made_from_is_caught(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = model_selection.fold_ranges
+    monkeypatch.setattr(model_selection, "fold_ranges", lambda *at, **options: 2 * split(*at, **options)[1:])
+    with pytest.raises(AssertionError):
+        held_out_ids(study, monkeypatch)
+
+
+def test_a_criterion_that_looks_at_a_label_is_caught(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = blinded(study)
+
+    def peeking(features: torch.Tensor, *_: Any) -> torch.Tensor:
+        samples = blind.tasks[TASKS[0]].calibration
+        assert samples is not None and samples.labels is not None
+        return torch.tensor([float(label == samples.labels[0]) for label in samples.labels])[: len(features)]
+
+    monkeypatch.setattr(model_selection, "total_variations", peeking)
+    with pytest.raises(AssertionError, match="a label was read"):
+        chosen(blind)
 
 
 def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None:
@@ -213,8 +244,12 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
         return {task: select_samples(drawn, range(part, COUNT, 2)) for task, drawn in samples.items()}
 
     def judged(model: str) -> HeldOutScores:
-        found = HeldOutScorer(study, half(0)).score_model(model)
-        return HeldOutScores({task: at["hellinger"] for task, at in found.items()})
+        copied = {
+            task: append_views(dataclasses.replace(drawn, views=Views(copies=1, seed=1)))
+            for task, drawn in half(0).items()
+        }
+        found = HeldOutScorer(study, copied).score_model(model)
+        return HeldOutScores({task: at["total_variation"] for task, at in found.items()})
 
     scores = {name: judged(name) for name in ("merged", "base")}
     for name, calibrator in {
@@ -317,11 +352,9 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
     )
     expected = (probabilities * (probabilities / others).log()).sum(dim=1)
     torch.testing.assert_close(kl_divergences(found, head, expert, head), expected, rtol=1e-4, atol=1e-6)
-    overlap = (probabilities * others).sqrt().sum(dim=1)
-    torch.testing.assert_close(
-        hellinger_distances(found, head, expert, head), (1 - overlap).sqrt(), rtol=1e-4, atol=1e-6
-    )
-    assert float(hellinger_distances(2 * expert, head, expert, head).max()) < 1e-3
+    differences = (probabilities - others).abs().sum(dim=1) / 2
+    torch.testing.assert_close(total_variations(found, head, expert, head), differences, rtol=1e-4, atol=1e-6)
+    assert float(total_variations(2 * expert, head, expert, head).max()) < 1e-6
     same = kl_divergences(2 * expert, head, expert, head)
     torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
 

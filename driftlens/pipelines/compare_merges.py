@@ -37,7 +37,7 @@ from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_over_tasks
 
 _PHASE = "compare"
-_MEASURES = ("total_variation", "drift_rel")
+_MEASURES = ("disagreement", "drift_rel")
 
 
 class _ComparedMerge(NamedTuple):

@@ -269,7 +269,7 @@ def _selection_criterion_name(record: Mapping[str, Any]) -> str:
     """Return the name of the criterion that compared candidates; older records spell it differently."""
     if "judged_by" in record:
         names = {
-            "total_variation": "total variation",
+            "disagreement": "expected disagreement",
             "hellinger": "Hellinger distance",
             "drift_rel": "relative drift",
         }

@@ -51,7 +51,7 @@ from driftlens.utils.variants import (
 # Merges to compare, with and without a base.
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
 _LOWER = {
-    "total_variation": "total variation {} lower",
+    "disagreement": "expected disagreement {} lower",
     "hellinger": "Hellinger distance {} lower",  # of comparisons made by earlier versions, as KL
     "kl": "KL {} nat lower",
     "drift_rel": "relative drift {} lower",

@@ -17,7 +17,7 @@ from driftlens_reports.charts import theme, words
 from driftlens_reports.charts.chart import Drawn
 
 NAMES = {
-    "total_variation": "total variation to the experts",
+    "disagreement": "expected disagreement with the experts",
     "hellinger": "Hellinger distance to the experts",  # by which earlier versions ranked, as by KL
     "kl": "KL to the experts (nat)",
     "drift_rel": "relative final drift",

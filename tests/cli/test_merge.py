@@ -193,7 +193,7 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
     assert broken["place"] is None and broken["reason"] and document["merges"][-1] == broken
     placed = [row for row in document["merges"] if row["place"]]
     assert [row["place"] for row in placed] == list(range(1, len(placed) + 1)) and "base" in rows
-    assert [row["total_variation"] for row in placed] == sorted(row["total_variation"] for row in placed)
+    assert [row["disagreement"] for row in placed] == sorted(row["disagreement"] for row in placed)
     wanted = []
     for task in world.tasks:
         images = pixels(world.data(task), [f"train/{at}" for at in range(NUM_TRAIN)])
@@ -205,9 +205,7 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
     assert own["drift_rel"] == pytest.approx(np.mean(wanted), rel=1e-4)
     assert own["drift_rel_low"] < own["drift_rel"] < own["drift_rel_high"] and own["n"] == 12
     for row in placed[1:]:
-        assert (
-            row["behind_low"] <= row["behind"] == pytest.approx(row["total_variation"] - placed[0]["total_variation"])
-        )
+        assert row["behind_low"] <= row["behind"] == pytest.approx(row["disagreement"] - placed[0]["disagreement"])
         assert row["is_tied"] is (row["behind_low"] <= 0)
     kinds = {file.suffix for file in out.iterdir() if file.is_file()}
     assert kinds == {".csv", ".json"}
@@ -226,7 +224,7 @@ def test_the_commands_that_a_verdict_proposes_about_merges_work(folder: Path, ru
     own = rows[found["present"]]
     for name in ("base", "average", "tsv_m"):
         row = rows[name]
-        assert row["nearer_low"] <= row["nearer"] == pytest.approx(own["total_variation"] - row["total_variation"])
+        assert row["nearer_low"] <= row["nearer"] == pytest.approx(own["disagreement"] - row["disagreement"])
     assert verify_files(folder).ok and recommend_command(dl.open_run(folder), -1, ()).split()[1] != "merge"
 
     rows["average"].update(nearer=0.2, nearer_low=0.1, nearer_high=0.3, place=1)
@@ -330,7 +328,7 @@ def test_bad_input_of_a_comparison_is_one_paragraph_and_nothing_is_written(
         return
     rows = json.loads((out / "merges.json").read_text())["merges"]
     assert all(row["place"] and not row["reason"] for row in rows)
-    assert all(np.isfinite([row["total_variation"], row["drift_rel"]]).all() for row in rows)
+    assert all(np.isfinite([row["disagreement"], row["drift_rel"]]).all() for row in rows)
 
 
 @pytest.mark.slow

@@ -38,9 +38,9 @@ from driftlens.pipelines.model_selection import (
     CandidateFitter,
     HeldOutScorer,
     choose_calibrator,
+    expected_disagreements,
     kl_divergences,
     relative_drift,
-    total_variations,
 )
 from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.results.verdict import verdict
@@ -152,7 +152,7 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     )
     names = {"merged", "base", "start", "residual views=7", "shrunk", "merge average"}
     assert names == {entry["name"] for entry in record["compared"] if "score" in entry}
-    assert record["score"].startswith("total variation")
+    assert record["score"].startswith("expected disagreement")
     assert all(0 <= entry["score"] <= 1 for entry in record["compared"])
     assert again.get_params() == found.get_params() and same["compared"] == record["compared"]
 
@@ -225,7 +225,7 @@ def test_a_criterion_that_looks_at_a_label_is_caught(study: Study, monkeypatch: 
         assert samples is not None and samples.labels is not None
         return torch.tensor([float(label == samples.labels[0]) for label in samples.labels])[: len(features)]
 
-    monkeypatch.setattr(model_selection, "total_variations", peeking)
+    monkeypatch.setattr(model_selection, "expected_disagreements", peeking)
     with pytest.raises(AssertionError, match="a label was read"):
         chosen(blind)
 
@@ -249,7 +249,7 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
             for task, drawn in half(0).items()
         }
         found = HeldOutScorer(study, copied).score_model(model)
-        return HeldOutScores({task: at["total_variation"] for task, at in found.items()})
+        return HeldOutScores({task: at["disagreement"] for task, at in found.items()})
 
     scores = {name: judged(name) for name in ("merged", "base")}
     for name, calibrator in {
@@ -352,9 +352,8 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
     )
     expected = (probabilities * (probabilities / others).log()).sum(dim=1)
     torch.testing.assert_close(kl_divergences(found, head, expert, head), expected, rtol=1e-4, atol=1e-6)
-    differences = (probabilities - others).abs().sum(dim=1) / 2
-    torch.testing.assert_close(total_variations(found, head, expert, head), differences, rtol=1e-4, atol=1e-6)
-    assert float(total_variations(2 * expert, head, expert, head).max()) < 1e-6
+    decided = others[torch.arange(7), probabilities.argmax(dim=1)]
+    torch.testing.assert_close(expected_disagreements(found, head, expert, head), 1 - decided, rtol=1e-4, atol=1e-6)
     same = kl_divergences(2 * expert, head, expert, head)
     torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
 

@@ -1,13 +1,13 @@
-"""Choice of a calibration by its scores on held-out samples. Entry point: `decide`.
+"""Choice of a model by its scores on held-out samples. Entry point: `choose_model`.
 
-All candidates are compared in pairs, with Bonferroni's correction for their number. The result is the simplest
-candidate that no other clearly beats; of equally simple ones the last within one standard error of the best.
+The result is the last candidate, in the order of prior trust, that is within one standard error of the best.
+Comparisons with the merged model are stated with Bonferroni's correction for the number of candidates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,7 +70,7 @@ class ModelChoice:
     """The model chosen among candidates by held-out scores, and its comparisons with the merged model.
 
     Attributes:
-        name: the simplest model that no other clearly beats.
+        name: the last model that is within one standard error of the best.
         over_merged: every other model compared with the merged one.
         among: the number of comparisons that share the allowed error.
         base_stands: True if the base's mean is as low as the chosen model's.
@@ -84,36 +84,24 @@ class ModelChoice:
     best: str
 
 
-def choose_model(
-    scores: Mapping[str, HeldOutScores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
-) -> ModelChoice:
-    """Select the simplest model that no other clearly beats on the same held-out samples.
+def choose_model(scores: Mapping[str, HeldOutScores], *, among: int | None = None) -> ModelChoice:
+    """Select the last model whose mean is within one standard error of the lowest.
 
-    Of equally simple models only one can be chosen: the last whose mean is within one standard error of the paired
-    difference from the lowest (the one-standard-error rule of cross-validation; Breiman et al., 1984). Few samples
-    can't separate neighbours, so list them in the order of prior trust.
+    The error is that of the difference on the same samples (the one-standard-error rule of cross-validation; Breiman et
+    al., 1984). Few samples can't separate neighbours, so the order of `scores` decides between them. A model that gives
+    the same scores as an earlier one is not preferred to it.
 
     Args:
-        scores: scores by model, from the simplest to the most complex; one is `merged`.
-        alike: sets of names that are equally simple.
-        among: the number of comparisons that share the allowed error; None takes the number of other models.
+        scores: scores by model, in the order of prior trust; one is `merged`.
+        among: the number of comparisons with the merged model that share the allowed error; None takes the number of
+            other models.
     """
     among = max(1, len(scores) - 1) if among is None else among
-
-    def _is_clearly_better(one: str, other: str) -> bool:
-        return scores[one].compare_to(scores[other], among=among).is_clear
-
     # The merged model is always usable: it needs no solve.
     usable = [name for name in scores if math.isfinite(scores[name].mean)] or ["merged"]
-    standing = usable
-    for names in alike:
-        there = [name for name in usable if name in names]
-        lowest = min(there, key=lambda name: scores[name].mean, default="")
-        behind = {name: scores[lowest].compare_to(scores[name]) for name in there}
-        # Of candidates that the samples can't separate, the last one in the list is taken.
-        near = [name for name, by in behind.items() if name == lowest or by.advantage <= by.standard_error]
-        standing = [name for name in standing if name in near[-1:] or name not in there]
-    name = next(name for name in standing if not any(_is_clearly_better(other, name) for other in usable))
+    lowest = min(usable, key=lambda name: scores[name].mean)
+    behind = {name: scores[lowest].compare_to(scores[name]) for name in usable}
+    name = [name for name, by in behind.items() if name == lowest or by.advantage < by.standard_error][-1]
     others = [other for other in scores if other != "merged"]
     return ModelChoice(
         name,

@@ -365,9 +365,8 @@ def choose_calibrator(
 ) -> tuple[Calibrator, dict[str, Any]]:
     """Select calibrator settings on held-out calibration samples, without labels.
 
-    Every model is made from one half of the samples and scored on the other. The merged model, or
-    else the base, is kept unless something is clearly better. Otherwise the most expensive candidate is taken whose
-    score is within a standard error of the best: repairs with views, which did best on all measured suites.
+    Every model is made from one half of the samples and scored on the other. The most expensive candidate is taken
+    whose score is within a standard error of the best: repairs with views, which did best on all measured suites.
 
     Args:
         study: the opened models and samples.
@@ -574,7 +573,7 @@ def _selection_record(
     failures: Mapping[str, str],
 ) -> dict[str, Any]:
     measure, unchanged = trials.scorer.score_name, trials.unchanged_model_scores()
-    # `decide` takes the last of equally good ones, so the most expensive comes last.
+    # `choose_model` takes the last of equally good ones, so the most expensive comes last.
     by_cost = sorted(candidates, key=lambda candidate: candidate.cost)
     best = {
         candidate.name: _best_interpolation(measured[candidate.name], measure)
@@ -583,7 +582,7 @@ def _selection_record(
     }
     scores = {name: _held_out_scores(values, measure) for name, values in unchanged.items()}
     scores |= {name: at_best for name, (_, at_best) in best.items()}
-    decision = choose_model(scores, [[*best]], among=len(unchanged) + len(candidates) - 1)
+    decision = choose_model(scores, among=len(unchanged) + len(candidates) - 1)
     compared = [
         {"name": name, "title": _UNCHANGED[name]} | _score_entry(name, scores[name], decision) for name in unchanged
     ]

@@ -1,4 +1,4 @@
-"""The choice among models: folds by sample, and no change without clear evidence."""
+"""The choice among models: folds by sample, and the last one that is as good as the best."""
 
 from __future__ import annotations
 
@@ -71,54 +71,45 @@ def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
     assert found.freedom == pytest.approx(welch.df) and found.freedom < 8
 
 
-def test_the_merged_model_stays_where_nothing_is_clearly_better() -> None:
-    for start in (scored(1.0), scored(0.99, noise=1.0)):
-        decision = choose_model({"merged": scored(1.0), "start": start})
-        assert decision.name == "merged" and not decision.over_merged["start"].is_clear
-    assert decision.over_merged["start"].advantage > 0
+def test_a_model_with_the_scores_of_an_earlier_one_is_not_preferred_to_it() -> None:
+    decision = choose_model({"merged": scored(1.0), "start": scored(1.0)})
+    assert decision.name == "merged" and not decision.over_merged["start"].is_clear
 
 
-def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_the_base() -> None:
+def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_is_nearer_than_the_base() -> None:
     def found(base: HeldOutScores, start: float) -> tuple[str, bool]:
         decision = choose_model({"merged": scored(1.0), "base": base, "start": scored(start)})
         assert decision.among == 2
         return decision.name, decision.base_stands
 
     assert found(scored(0.2), 0.5) == ("base", True)
-    assert found(scored(0.2), 0.2) == ("base", True), "a tie goes to what is simpler"
+    assert found(scored(0.2), 0.2) == ("base", True), "equal scores"
     assert found(scored(1.0), 2.0) == ("merged", True)
-    spread = HeldOutScores({task: 3.0 + 50 * (values - values.mean()) for task, values in NOISE.items()})
-    for base, expected in ((scored(3.0), "merged"), (scored(0.9), "base"), (spread, "merged")):
-        assert found(base, 2.0) == (expected, expected == "base")
+    assert found(scored(0.9), 2.0) == ("base", True)
     assert found(scored(0.2), 0.1) == ("start", False)
 
 
 def test_comparisons_with_what_was_left_behind_count() -> None:
     gaps = np.random.default_rng(4).normal(0.8, 1, 20)
     scores = {"merged": HeldOutScores({"cars": gaps}), "start": HeldOutScores({"cars": 0 * gaps})}
-    few, many = choose_model(scores), choose_model(scores, among=1000)
-    assert (few.name, many.name) == ("start", "merged")
-    assert many.over_merged["start"].low < few.over_merged["start"].low
+    few, many = (choose_model(scores, among=among).over_merged["start"] for among in (1, 1000))
+    assert few.is_clear and not many.is_clear and many.low < few.low
 
 
-def test_of_equally_simple_candidates_the_last_within_a_standard_error_is_taken_and_of_others_the_simplest() -> None:
+def test_the_last_within_a_standard_error_of_the_best_is_taken() -> None:
     flat = {task: 0 * values for task, values in NOISE.items()}
-    by = {"merged": 2.0, "one": 1.0, "other": 0.99}
     noisy = {task: values - values.mean() for task, values in NOISE.items()}
     scores = {
         name: HeldOutScores({task: mean + (noisy if name == "other" else flat)[task] for task in flat})
-        for name, mean in by.items()
+        for name, mean in {"merged": 2.0, "one": 1.0, "other": 1.0}.items()
     }
-    assert not scores["other"].compare_to(scores["one"], among=2).is_clear
-    assert choose_model(scores).name == "one"
-    assert choose_model(scores, [["one", "other"]]).name == "other"
     error = scores["other"].compare_to(scores["one"]).standard_error
-    for behind, name in ((0.9, "other"), (1.1, "one")):  # in standard errors, after .01 ahead
-        later = {task: values + 0.01 + behind * error for task, values in scores["other"].by_task.items()}
-        assert choose_model(scores | {"other": HeldOutScores(later)}, [["one", "other"]]).name == name
+    for behind, name in ((-5.0, "other"), (0.9, "other"), (1.1, "one")):  # in standard errors
+        later = {task: values + behind * error for task, values in scores["other"].by_task.items()}
+        assert choose_model(scores | {"other": HeldOutScores(later)}).name == name
 
 
-def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> None:
+def test_what_is_chosen_is_never_clearly_worse_than_the_best() -> None:
     """The merged model and the preset among them; scores of any spread, shared noise, and ways that can't be solved."""
     rng = np.random.default_rng(17)
     for _ in range(200):
@@ -132,7 +123,8 @@ def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> No
             scores[name] = HeldOutScores(drawn)
         chosen = scores[choose_model(scores).name]
         assert math.isfinite(chosen.mean)
-        assert not any(is_clear(other, chosen, among=4) for other in scores.values())
+        lowest = min((of for of in scores.values() if math.isfinite(of.mean)), key=lambda of: of.mean)
+        assert chosen is lowest or not is_clear(lowest, chosen)
 
 
 def test_what_can_not_be_solved_for_is_never_chosen() -> None:
@@ -141,13 +133,3 @@ def test_what_can_not_be_solved_for_is_never_chosen() -> None:
     assert decision.name == "merged" and not math.isfinite(decision.over_merged["start"].advantage)
     other = HeldOutScores({"cars": np.zeros(9)})
     assert choose_model({"merged": as_is, "start": unsolved, "other": other}).name == "other"
-
-
-def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:
-    """All candidates are as good as the merged model, and there are many of them."""
-    rng = np.random.default_rng(11)
-    names, moved = ("merged", "base", "start", "found", "other", "another"), 0
-    for _ in range(400):
-        drawn = {name: HeldOutScores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for name in names}
-        moved += choose_model(drawn).name != "merged"
-    assert moved / 400 < 0.05

@@ -270,7 +270,7 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
         scores[name] = min(found_at, key=lambda of: of.mean)
     by_name = {entry["name"]: entry for entry in record["compared"]}
     assert {name: of.mean for name, of in scores.items()} == {name: at["score"] for name, at in by_name.items()}
-    decision = choose_model(scores, [["start", "featcal rho=3.0 alpha=0.5"]], among=3)
+    decision = choose_model(scores, among=3)
     assert record["choice"] == decision.name and found.rho == (3.0 if "rho" in decision.name else FeatCal().rho)
     for name, over in decision.over_merged.items():
         assert (by_name[name]["advantage"], by_name[name]["low"]) == (over.advantage, over.low)

@@ -13,7 +13,7 @@ import argparse
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks import repairs
 from benchmarks.figures import record
+from driftlens.calibration.automatic import HeldOutScores, choose_model
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource, StateSource
 from driftlens.config.data import Views
@@ -128,7 +129,6 @@ def measure(drawn: SubSuite, file: pathlib.Path) -> None:
                 found = _log_probabilities(study, CANDIDATE_MODEL, task, select_samples(samples, positions))
                 kept = top[label, task][[*positions]]
                 arrays[f"{label}|{name}|{task}|{part}"] = _packed(found, kept)
-                arrays[f"{label}_agree|{name}|{task}|{part}"] = (found.argmax(1) == kept[:, 0]).numpy()
 
         def test(name: str, variant: str = CANDIDATE_MODEL) -> None:
             for task in study.tasks:
@@ -284,17 +284,21 @@ RANKED = (
     ("KL", "disagreement, ties by Hellinger distance"),
     ("Hellinger distance", "KL", "disagreement, ties by Hellinger distance"),
 )
-_LABELS = {
-    "held": "",
-    "view": ", on augmented copies",
-    "both": ", on samples and copies",
-    "shown": ", after the answers",
+# The criterion of `--auto`.
+USED = "1 - model's probability of the expert's decision"
+PLACES = {
+    "held": "samples",
+    "view": "copies",
+    "both": "samples and copies",
+    "shown": "samples, texts after their answers",
 }
+# From this number on, experts are beyond the trained ones.
+BEYOND = 20
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one sub-suite: per-sample values by model and task, and test scores by model."""
+    """The results of one sub-suite: log-probabilities by model and task, and test scores by model."""
 
     drawn: SubSuite
     arrays: Mapping[str, NDArray[Any]]
@@ -314,28 +318,32 @@ class Measured:
 
     def is_clearly_below(self, model: str, other: str) -> bool:
         """Return True if the 95 % interval of the difference, paired by test sample, is below 0."""
-        gaps = [self.arrays[f"test|{model}|{task}"] - self.arrays[f"test|{other}|{task}"] for task in self.tasks]
-        error = np.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps)) / len(gaps)
-        return float(np.mean([gap.mean() for gap in gaps])) < -1.96 * error
+        scores = (
+            HeldOutScores({task: -self.arrays[f"test|{name}|{task}"].astype(float) for task in self.tasks})
+            for name in (other, model)
+        )
+        first, second = scores
+        return first.compare_to(second).is_clear
 
-    def means(self, criterion: str, label: str, parts: Sequence[int]) -> Array:
-        """Return the criterion of every model, averaged over samples, then over tasks."""
-        if label == "both":
-            return self.means(criterion, "held", parts) + self.means(criterion, "view", parts)
-        of = CRITERIA[criterion]
+    def regret(self, model: str) -> float:
+        """Return by how many points the model is behind the best one by test score."""
+        return max(map(self.test_score, self.models)) - self.test_score(model)
 
-        def mean(model: str, task: str) -> float:
-            expert = self.arrays[f"{label}|expert|{task}"].astype(float)
-            return float(
-                np.mean(
-                    [
-                        of(expert[part::2], self.arrays[f"{label}|{model}|{task}|{part}"].astype(float)).mean()
-                        for part in parts
-                    ]
-                )
-            )
+    def scores(self, criterion: str, place: str, parts: Sequence[int]) -> dict[str, HeldOutScores]:
+        """Return the criterion by model, task and sample."""
+        labels = ("held", "view") if place == "both" else (place,)
+        if "shown" in labels and self.drawn.suite == "real":
+            labels = ("held",)
 
-        return np.array([np.mean([mean(model, task) for task in self.tasks]) for model in self.models])
+        def values(label: str, model: str, task: str, part: int) -> Array:
+            expert = self.arrays[f"{label}|expert|{task}"].astype(float)[part::2]
+            return CRITERIA[criterion](expert, self.arrays[f"{label}|{model}|{task}|{part}"].astype(float))
+
+        def all_values(model: str, task: str) -> Array:
+            halves = [np.mean([values(label, model, task, part) for label in labels], axis=0) for part in parts]
+            return np.concatenate(halves)
+
+        return {model: HeldOutScores({task: all_values(model, task) for task in self.tasks}) for model in self.models}
 
 
 def read(folder: pathlib.Path) -> list[Measured]:
@@ -344,35 +352,66 @@ def read(folder: pathlib.Path) -> list[Measured]:
     return [Measured(SubSuite.draw(int(file.stem)), dict(np.load(file))) for file in files]
 
 
-def chosen_models(one: Measured) -> Iterator[tuple[str, str]]:
-    """Yield the name of each criterion, and the model that it chooses."""
-    has_answers = one.drawn.suite != "real"
-    for label, parts in (("held", PARTS), ("held", PARTS[:1]), ("view", PARTS), ("both", PARTS), ("shown", PARTS)):
-        used = label if has_answers or label != "shown" else "held"
-        means = {criterion: one.means(criterion, used, parts) for criterion in CRITERIA}
+def lowest_mean(scores: Mapping[str, HeldOutScores]) -> str:
+    """Return the model with the lowest mean."""
+    return min(scores, key=lambda model: scores[model].mean)
+
+
+def best_factors(scores: Mapping[str, HeldOutScores]) -> dict[str, HeldOutScores]:
+    """Return merged model and base, then each candidate at its best interpolation factor, as `--auto` compares them."""
+    kept = {"merged@1": scores["merged@1"], "base@1": scores["base@1"]}
+    for name in ("merged", "average", "featcal", "residual, views"):
+        # The largest factor first: `min` takes the first of equals.
+        factors = [model for model in reversed(scores) if model.rpartition("@")[0] == name]
+        best = min(factors, key=lambda model: scores[model].mean)
+        kept.setdefault(best, scores[best])
+    return kept
+
+
+def within_one_error(scores: Mapping[str, HeldOutScores]) -> str:
+    """Return the model that `--auto` chooses."""
+    candidates = best_factors(scores)
+    name = choose_model({"merged": candidates.pop("merged@1")} | candidates).name
+    return "merged@1" if name == "merged" else name
+
+
+def clearly_better(scores: Mapping[str, HeldOutScores]) -> str:
+    """Return the first of merged model, base and best candidate that no other clearly beats (Bonferroni)."""
+    candidates = best_factors(scores)
+    order = ["merged@1", "base@1", lowest_mean(candidates)]
+    among = len(candidates) - 1
+    return next(
+        model
+        for model in order
+        if not any(of.compare_to(candidates[model], among=among).is_clear for of in candidates.values())
+    )
+
+
+RULES: Mapping[str, Callable[[Mapping[str, HeldOutScores]], str]] = {
+    "most expensive within one standard error": within_one_error,
+    "lowest mean": lowest_mean,
+    "merged model or base unless another is clearly better": clearly_better,
+}
+
+
+def regrets(every: Sequence[Measured], place: str = "both", parts: Sequence[int] = PARTS[:1]) -> dict[str, Array]:
+    """Return per criterion the regrets of the models with the lowest means, [sub-suites]."""
+    found = dict[str, list[float]]()
+    for one in every:
+        means = {name: np.array([of.mean for of in one.scores(name, place, parts).values()]) for name in CRITERIA}
         for names in RANKED:
             ranks = sum(means[name].argsort().argsort() for name in names)
             means["rank by " + " and ".join(names)] = ranks + 1e-6 * means[names[0]]
         for name, values in means.items():
-            yield name + _LABELS[label] + ("" if parts == PARTS else ", one half"), one.models[int(values.argmin())]
-
-
-def regrets(every: Sequence[Measured]) -> dict[str, Array]:
-    """Return per criterion the points by which its choice is behind the best candidate, [sub-suites]."""
-    found = dict[str, list[float]]()
-    for one in every:
-        scores = {model: one.test_score(model) for model in one.models}
-        for name, model in chosen_models(one):
-            found.setdefault(name, []).append(max(scores.values()) - scores[model])
+            found.setdefault(name, []).append(one.regret(one.models[int(values.argmin())]))
     return {name: np.array(values) for name, values in found.items()}
 
 
 def left_out_regrets(every: Sequence[Measured], found: Mapping[str, Array]) -> Array:
     """Return the regret on each suite of the criterion that is best on the two other suites, [sub-suites]."""
     suites = np.array([one.drawn.suite for one in every])
-    names, values = [*found], np.array([*found.values()])
-    result = np.zeros(len(every))
-    for suite in SUITES:
+    names, values, result = [*found], np.array([*found.values()]), np.zeros(len(every))
+    for suite in {*suites}:
         best = values[:, suites != suite].mean(axis=1).argmin()
         print(f"best without {suite}: {names[best]}")
         result[suites == suite] = values[best, suites == suite]
@@ -380,22 +419,38 @@ def left_out_regrets(every: Sequence[Measured], found: Mapping[str, Array]) -> A
 
 
 def run(device: str, folder: str = "criteria", numbers: Sequence[int] = range(28)) -> None:
-    """Measure missing sub-suites on the CPU, then print and record the regret of every criterion."""
-    place = pathlib.Path(folder)
-    place.mkdir(exist_ok=True)
+    """Measure missing sub-suites on the CPU, then print and record regrets of criteria, places and rules."""
+    kept = pathlib.Path(folder)
+    kept.mkdir(exist_ok=True)
     for number in numbers:
-        if not (file := place / f"{number}.npz").exists():
+        if not (file := kept / f"{number}.npz").exists():
             measure(SubSuite.draw(number), file)
-    every = read(place)
+    measured = read(kept)
+    every = [one for one in measured if one.drawn.number < BEYOND]
     found = regrets(every)
     for name, values in sorted(found.items(), key=lambda entry: entry[1].mean()):
-        record("criteria", f"regret, {name}", _interval(values), device=device)
-    record("criteria", "regret, best criterion of two suites on the third", _interval(left_out_regrets(every, found)))
+        record("criteria", f"criterion: {name}", _interval(values), device=device)
+    record("criteria", "criterion: the best one of the two other suites", _interval(left_out_regrets(every, found)))
+    for place, title in PLACES.items():
+        for parts in (PARTS[:1], PARTS):
+            values = regrets(every, place, parts)[USED]
+            halves = "one half" if parts != PARTS else "both halves"
+            record("criteria", f"expected disagreement on {title}, {halves}", _interval(values), device=device)
+    for experts, group in (("", every), ("experts beyond the trained ones: ", measured[len(every) :])):
+        for name, rule in RULES.items():
+            models = [rule(one.scores(USED, "both", PARTS[:1])) for one in group]
+            values = np.array([one.regret(model) for one, model in zip(group, models, strict=True)])
+            below = sum(
+                any(one.is_clearly_below(model, other) for other in ("base@1", "merged@1", "average@1"))
+                for one, model in zip(group, models, strict=True)
+            )
+            result = f"{_interval(values)}; clearly below base, merge or average in {below}"
+            record("criteria", f"{experts}rule: {name}", result, device=device)
 
 
 def _interval(values: Array) -> str:
     mean = mean_over_draws(values)
-    return f"{mean.value:.2f} points ({mean.low:.2f} to {mean.high:.2f}; {len(values)} sub-suites)"
+    return f"{mean.value:.2f} points ({mean.low:.2f} to {mean.high:.2f}) on {len(values)} sub-suites"
 
 
 if __name__ == "__main__":

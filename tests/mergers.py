@@ -40,8 +40,8 @@ WHEN = {
 """What somebody has or wants, and which methods are for it: read off the registry and the laws that tests check."""
 
 ANCHOR = """
-`driftlens merge SPEC --compare all` ranks methods on your models without labels, by the Hellinger distance of class
-probabilities and by final drift to the experts, with intervals, on calibration samples that no method has read.
+`driftlens merge SPEC --compare all` ranks methods on your models without labels, by the expected disagreement with
+the experts and by final drift, with intervals, on calibration samples that no method has read.
 
 ## Anchors
 

@@ -127,8 +127,8 @@ class HeldOutScorer:
     """Scores models of a pool by distance from the experts without labels; lower is better.
 
     The score is the expected disagreement: the model's probability of all classes but the expert's most probable one.
-    If any task has no score map, relative final drift is the score of all tasks. With augmented copies, see
-    `samples_to_judge`, a sample's score is the mean over the sample and its copies.
+    With augmented copies, see `samples_to_judge`, that of a sample is the mean over the sample and its copies. If any
+    task has no score map, relative final drift, without copies, is the score of all tasks.
     """
 
     study: Study
@@ -152,11 +152,12 @@ class HeldOutScorer:
         """Return expected disagreement and relative drift of a model by task, per sample."""
 
         def _task_measures(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
-            values = {"drift_rel": relative_drift(features, expert)}
-            if not self.tasks_without_head:
-                values["disagreement"] = self.class_distances(expected_disagreements, model, task, features, expert)
             count = len(self.samples[task].original or self.samples[task])
-            return {name: value.reshape(-1, count).mean(dim=0).cpu().numpy() for name, value in values.items()}
+            values = {"drift_rel": relative_drift(features[:count], expert[:count])}
+            if not self.tasks_without_head:
+                found = self.class_distances(expected_disagreements, model, task, features, expert)
+                values["disagreement"] = found.reshape(-1, count).mean(dim=0)
+            return {name: value.cpu().numpy() for name, value in values.items()}
 
         return self.map_final_features(model, _task_measures)
 

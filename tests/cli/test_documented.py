@@ -23,6 +23,8 @@ NOT_HERE = {
     r"why ": "tests/cli/test_why.py runs it",
 }
 """Commands that can't run in a test, and why."""
+DEMO_TASK = "letters"
+"""A task of the image demo that pages name."""
 SCORES = "scores/model/results_2026-01-01T00-00-00.json"
 """Where lm-evaluation-harness, which a page runs in between, leaves its results."""
 
@@ -35,12 +37,7 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines]
 
 
-PAGES = [
-    page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    # How-to guides start from a whole demo run of minutes; test_pages.py checks their commands and flags.
-    if commands(page) and not page.stem.startswith("howto-")
-]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if commands(page)]
 
 
 @pytest.mark.slow
@@ -56,6 +53,11 @@ def test_what_a_page_tells_to_type_runs(
     monkeypatch.chdir(tmp_path)
     for run in RUNS:
         shutil.copytree(light.path, tmp_path / run)
+    for demo in [words for words in commands(page) if page.stem.startswith("howto-") and words[0] == "demo"]:
+        # A demo takes half a minute, so a small run with a repair of the same name stands in.
+        made = demo[demo.index("--out") + 1]
+        shutil.copytree(light.path, tmp_path / made)
+        assert run_cli("calibrate", made, "--name", "residual", "--no-attribution").code == 0
     (tmp_path / SCORES).parent.mkdir(parents=True)
     (tmp_path / SCORES).write_text(json.dumps({"results": {"arc_easy": {"acc,none": 0.75}}}))
     files = re.findall(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -83,7 +85,9 @@ def test_what_a_page_tells_to_type_runs(
         if words[0] == "analyze":
             shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
         # A pattern stands for its files, as in a shell; the test is in `tmp_path`.
+        words = [TASKS[0] if word == DEMO_TASK else word for word in words]
         done = run_cli(*(file for word in words for file in (sorted(Path().glob(word)) if "*" in word else [word])))
-        assert done.code == 0, f"{page.name}: driftlens {line}\n{done.err}"
+        # Random models may violate the bounds of a page's checks.
+        assert done.code in ((0, 3) if words[0] == "check" else (0,)), f"{page.name}: driftlens {line}\n{done.err}"
         if words[0] == "init":
             filled_in()  # as a reader would

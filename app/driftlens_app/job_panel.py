@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ import streamlit as st
 
 from driftlens.results.verdict import Verdict, hide_run_path
 from driftlens.runs.run import DriftRun, has_live_modules, is_analyzed
-from driftlens.utils.progress import format_duration
+from driftlens.utils.progress import format_duration, phase_title
 from driftlens.utils.variants import display_name, has_attribution
 from driftlens_app.job_requests import SUITES, attribution_request, demo_request, resume_request
 from driftlens_app.processes import (
@@ -41,16 +41,6 @@ from driftlens_app.show import (
 
 # States of jobs that ended without success.
 BAD_ENDS = ("failed", "stopped", "cancelled")
-
-STAGES: Mapping[str, str] = {
-    "check": "Checking the weights",
-    "choose": "Choosing",
-    "calibrate": "Solving",
-    "analyze": "Measuring drift",
-    "evaluate": "Measuring accuracy",
-    "explain": "Attributing the drift to layers",
-}
-"""Labels of phases; other phases are shown by name."""
 
 # Interval at which a live job is redrawn.
 SECONDS = 1.0
@@ -152,8 +142,7 @@ def live_job_text(run: Path) -> str:
     event = view.progress if view is not None and view.state == "running" else None
     if view is None or event is None:
         return "" if view is None else view.state
-    doing = STAGES.get(event.phase, event.phase).lower()
-    return f"{doing} {f'{100 * event.done / event.total:.0f} %' if event.total else event.done}"
+    return f"{phase_title(event.phase)} {f'{100 * event.done / event.total:.0f} %' if event.total else event.done}"
 
 
 def show_failed_job(view: JobStatus | None) -> bool:
@@ -227,7 +216,7 @@ def _show_progress(view: JobStatus) -> None:
         st.progress(min(1.0, max(0.0, share)), text=_WORDS[view.state])
         return
     count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
-    head = f"{escape_markdown(STAGES.get(event.phase, event.phase.capitalize()))}: {count}"
+    head = f"{escape_markdown(phase_title(event.phase).capitalize())}: {count}"
     st.progress(min(1.0, max(0.0, share)), text=head)
     left = "" if event.remaining is None else f", about {format_duration(event.remaining)} left"
     label = f"{escape_markdown(event.label)} · " if event.label else ""

@@ -135,7 +135,7 @@ def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: Prog
             # All variants of a layer follow each other; one of them counts the layers.
             if view.variant == study.variants[0]:
                 index = view.layer.index
-                meter.step(index - 1, f"drift, layer {index} of {num_layers}")
+                meter.step(index - 1, f"layer {index} of {num_layers}")
             recorder.add(view)
             if view.start == 0:
                 library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
@@ -301,7 +301,7 @@ def compute_attribution(
         pull_back = attribution.BackwardSweep(study.pool, task, variants, settings, store, prefix)
         swaps: dict[tuple[str, int], attribution.PrefixSwaps] = {}
         for view in walk(study.pool, task, variants, samples.batches(), ids=ids):
-            meter.step(view.layer.index - 1, f"causes, layer {view.layer.index} of {num_layers}")
+            meter.step(view.layer.index - 1, f"forward, layer {view.layer.index} of {num_layers}")
             pull_back.add(view)
             if settings.prefix:
                 new = attribution.PrefixSwaps(pull_back.batches[view.start], view.variant)
@@ -467,7 +467,7 @@ def _pull_back_targets(
     parts: dict[str, dict[int, list[Tensor]]] = {variant: defaultdict(list) for variant in targets}
     for step in pull_back.steps(covectors):
         layer = step.layer
-        meter.step(2 * len(study.pool.chain.layers) - layer.index, f"causes, back from layer {layer.index}")
+        meter.step(2 * len(study.pool.chain.layers) - layer.index, f"backward, layer {layer.index}")
         parts[step.variant][layer.index].append(step.parts())
     return {
         variant: np.stack([_concatenate_to_numpy(of_layers[index]) for index in sorted(of_layers)])

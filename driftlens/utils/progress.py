@@ -18,6 +18,17 @@ from driftlens.utils.errors import Cancelled, SpecError, sanitize_text
 T = TypeVar("T")
 Mode = Literal["auto", "rich", "jsonl", "none"]
 
+# Phases in words for people; programs that read progress get the names.
+_PHASE_TITLES = {
+    "check": "checking weights",
+    "merge": "merging",
+    "choose": "choosing",
+    "calibrate": "solving",
+    "analyze": "measuring drift",
+    "evaluate": "measuring accuracy",
+    "params": "comparing weights",
+    "explain": "attributing drift",
+}
 # Seconds between two lines of a log.
 _LINE_SECONDS = 10.0
 
@@ -42,6 +53,12 @@ class ProgressEvent:
         if not self.done or not self.total:
             return None
         return self.seconds * (self.total - self.done) / self.done
+
+
+def phase_title(phase: str) -> str:
+    """Return a phase in words, such as "featcal: measuring drift" for "featcal: analyze"."""
+    prefix, colon, name = phase.rpartition(": ")
+    return f"{prefix}{colon}{_PHASE_TITLES.get(name, name)}"
 
 
 ProgressSink = Callable[[ProgressEvent], None]
@@ -133,12 +150,12 @@ class _PlainLines:
         elif self._is_open and self._clock() - max(self._written, self._began) >= _LINE_SECONDS:
             count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
             label = f", {sanitize_text(event.label)}" if event.label else ""
-            self._write_line(f"{event.phase}: {count}{label}; {_format_elapsed_and_left(event)}")
+            self._write_line(f"{phase_title(event.phase)}: {count}{label}; {_format_elapsed_and_left(event)}")
 
     def close(self) -> None:
         """Print that the current phase is finished."""
         if self._is_open:
-            self._write_line(f"{self._phase}: done in {format_duration(self._clock() - self._began)}")
+            self._write_line(f"{phase_title(self._phase)}: done in {format_duration(self._clock() - self._began)}")
         self._is_open = False
 
     def _write_line(self, line: str) -> None:
@@ -207,7 +224,7 @@ def _progress_bars(stream: TextIO) -> Iterator[ProgressSink]:
             # Writing to a closed terminal fails shortly before the hang-up signal arrives.
             with suppress(OSError):
                 if event.phase not in bars:
-                    bars[event.phase] = progress.add_task(event.phase, times="", label="")
+                    bars[event.phase] = progress.add_task(phase_title(event.phase), times="", label="")
                 is_complete = event.done == event.total
                 progress.update(
                     bars[event.phase],

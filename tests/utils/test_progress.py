@@ -44,16 +44,16 @@ def walk(seconds: float) -> list[tuple[float, ProgressEvent]]:
 
 
 def test_a_long_phase_adds_a_line_every_ten_seconds_with_the_time_left() -> None:
-    assert plain(*walk(8.0)) == ["analyze: done in 8.0 s"]
+    assert plain(*walk(8.0)) == ["measuring drift: done in 8.0 s"]
     lines = plain(*walk(50.0))
-    assert lines[0] == "analyze: 20 of 100, layer 20; 10 s so far, about 40 s left"
-    counts = [f"analyze: {done} of 100" for done in (20, 40, 60, 80)]
-    assert [line.split(",")[0] for line in lines[:-1]] == counts and lines[-1] == "analyze: done in 50 s"
+    assert lines[0] == "measuring drift: 20 of 100, layer 20; 10 s so far, about 40 s left"
+    counts = [f"measuring drift: {done} of 100" for done in (20, 40, 60, 80)]
+    assert [line.split(",")[0] for line in lines[:-1]] == counts and lines[-1] == "measuring drift: done in 50 s"
 
 
 def test_a_phase_that_has_just_begun_has_no_line_however_long_ago_the_last_was() -> None:
     later = [(30.0 + now, ProgressEvent("merge", done, 2, "weight", now)) for done, now in ((0, 0.0), (1, 0.1))]
-    assert plain(*walk(8.0), *later, ends=30.2) == ["analyze: done in 8.0 s", "merge: done in 0.2 s"]
+    assert plain(*walk(8.0), *later, ends=30.2) == ["measuring drift: done in 8.0 s", "merging: done in 0.2 s"]
 
 
 def test_a_name_does_not_steer_the_terminal() -> None:

@@ -71,9 +71,11 @@ gallery:         ## demo runs, then the pictures of README and docs that are dra
 	driftlens demo --out build/text --force
 	$(PYTHON) -m tests.reports.gallery build/demo build/text
 
-screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
-	driftlens demo --suite image --force
-	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots
+screenshots:     ## pictures of every page of the dashboard, as README and docs show them
+	driftlens demo --suite image --out build/demo --force
+	driftlens demo --out build/text --force
+	$(PYTHON) -m tests.browser.screenshots build/demo docs/dashboard/demo
+	$(PYTHON) -m tests.browser.screenshots build/text docs/dashboard/texts overview layers samples repair
 
 dist:            ## sdist and wheel under dist/, of the version that the git tag says
 	$(PYTHON) -m pip install build

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios measured in one run on one machine. `python -m benchmarks` runs them all."""
+"""Benchmarks of speed, memory and repairs. `python -m benchmarks` runs those that need no further data."""

@@ -1,6 +1,7 @@
-"""What attribution costs, in bare forward passes: of ViT-B/32 shape, and of decoders of growing depth.
+"""Cost of attribution in bare forward passes, for ViT-B/32 and for decoders of growing depth.
 
-Prefix swaps are counted apart: they run every later layer on each prefix, so they grow with the square of the depth.
+Prefix swaps are counted separately: they run every later layer on each prefix, so their cost grows with the square of
+the depth.
 """
 
 from __future__ import annotations

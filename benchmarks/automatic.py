@@ -1,8 +1,8 @@
-"""`--auto` run to its end on whole suites, beside every candidate that it compared, by scores that no choice reads.
+"""The automatic choice compared with every candidate, by test scores that no choice reads.
 
-`python -m benchmarks.automatic --suites real --draws 0 1` runs what a folder lacks yet, a file per suite and draw, and
-prints tables per suite of all that it has. Every candidate is made from all samples of the draw, at the share of the
-way from the base that the choice had found for it. Seconds are of the processor, of choosing and of calibrating alone.
+`python -m benchmarks.automatic --suites real --draws 0 1` adds missing draws to a folder, one file per suite and draw,
+and prints a table per suite. Every candidate is made from all samples of the draw, with the interpolation factor that
+the choice found for it. Seconds are CPU time of choosing and of calibrating alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What FeatCal costs, beside the obvious implementation and beside the arithmetic it can't do without."""
+"""Cost of FeatCal, compared with a direct implementation and with the arithmetic floor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The multiplications that calibrating a tower of ViT-B/32 shape can't do without, and how fast they could be."""
+"""Arithmetic floor of a calibration: the necessary multiplications and the measured rate of products."""
 
 from __future__ import annotations
 

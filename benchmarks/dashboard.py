@@ -1,6 +1,6 @@
-"""How soon the dashboard is usable, and what its server holds: 8 tasks, 12 blocks, 256 samples, and 80 small runs.
+"""Loading times of the dashboard and memory of its server: 8 tasks, 12 blocks, 256 samples, and 80 small runs.
 
-`python -m benchmarks dashboard`; `python -m benchmarks.dashboard` lets many users open all pages of a run at once.
+`python -m benchmarks dashboard`; `python -m benchmarks.dashboard` opens all pages of a run by many users at once.
 """
 
 from __future__ import annotations

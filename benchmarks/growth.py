@@ -1,6 +1,6 @@
-"""How the cost of a diagnosis and of calibrations grows with layers, width, tasks and samples: exponents, and a figure.
+"""Growth of CPU time with layers, width, tasks and samples, for diagnosis and calibrations: exponents, and a figure.
 
-`python -m benchmarks.growth [--figure FILE]`: an image tower of some blocks, of which one size at a time is doubled.
+`python -m benchmarks.growth [--figure FILE]` doubles one size of a small image tower at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Four experts of a small pretrained language model, trained here by LoRA, merged and repaired: a page of numbers.
+"""Four LoRA experts of a small pretrained language model, merged and repaired.
 
-`python -m benchmarks.language_experts TEXTS --model FOLDER --folder KEPT`: TEXTS holds a folder with `train.jsonl` and
-`test.jsonl` of `input` and `target` for each task; FOLDER is a decoder as transformers saves it, or a `.gguf` file of
-one, which transformers takes apart into full weights. Adapters and the run stay in KEPT and are taken from there.
+`python -m benchmarks.language_experts TEXTS --model FOLDER --folder KEPT`: TEXTS contains a folder per task with
+`train.jsonl` and `test.jsonl` of `input` and `target`. FOLDER is a decoder saved by transformers, or a `.gguf` file,
+which transformers dequantizes. Adapters and the run are stored in KEPT and reused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 import driftlens as dl
-from benchmarks.embeddings import variant_table
+from benchmarks.embeddings import record_variants
+from benchmarks.figures import record
 
 TASKS = ("equation", "pos", "subj", "trec")
 PROMPT = "{input}\nanswer:"
@@ -46,7 +47,7 @@ def main() -> None:
         if not out.is_dir():
             seconds = _train(base, out, arguments.texts / task / "train.jsonl", arguments.steps, seed)
             print(f"{task}: trained in {seconds:.0f} s of processor time", flush=True)
-    print(_measured(base, arguments))
+    _measure(base, arguments)
 
 
 def _unpacked(file: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
@@ -105,8 +106,8 @@ def _tokens(tokenizer: Any, row: dict[str, str]) -> tuple[list[int], int]:
     return asked + answer, len(answer)
 
 
-def _measured(base: pathlib.Path, arguments: argparse.Namespace) -> str:
-    """The table: exact match and drift of every variant on every task, and what it took."""
+def _measure(base: pathlib.Path, arguments: argparse.Namespace) -> None:
+    """Record exact match and drift of every variant on every task, and the cost."""
     files = {task: arguments.texts / task for task in TASKS}
     data = {
         task: {
@@ -134,18 +135,13 @@ def _measured(base: pathlib.Path, arguments: argparse.Namespace) -> str:
     for name in REPAIRS:
         run = dl.calibrate(run, name=name, method=name, resume=True, progress="none")
         clocks.append(time.process_time())
-    spent = [f"{(end - begin) / 60:.1f}" for begin, end in itertools.pairwise(clocks)]
+    spent = [f"{(end - begin) / 60:.1f} min" for begin, end in itertools.pairwise(clocks)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     variants = ("base", "expert", "merged", *(f"calibrated:{name}" for name in REPAIRS))
-    return "\n".join(
-        [
-            f"exact match [95 % interval] of {arguments.tests} test texts a task, experts of {base.name} merged by "
-            f"{arguments.merge}, repaired from {arguments.samples} texts a task, and relative drift of final features",
-            variant_table(run, TASKS, variants, "exact_match"),
-            f"processor time in minutes: analysis {spent[0]}, FeatCal {spent[1]}, residual {spent[2]}, each with its "
-            f"scores; peak memory {peak:.0f} MB",
-        ]
-    )
+    case = f"{base.name}, four LoRA experts"
+    record_variants("language_experts", case, run, TASKS, variants, "exact_match")
+    record("language_experts", f"{case}: CPU time of analysis; FeatCal; residual calibration", "; ".join(spent))
+    record("language_experts", f"{case}: peak memory", f"{peak:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Every merge method, with FeatCal behind it and without, on real images and texts: accuracy, drift, seconds, memory.
+"""All merge methods with and without FeatCal on real images and texts: accuracy, drift, seconds, memory.
 
-`python -m benchmarks.mergers [--file FILE] [--minutes M] [METHOD ...]`: a row is printed as soon as it is there, and
-kept in the file: a run that stopped goes on where it was. Settings are those published, nothing is chosen.
+`python -m benchmarks.mergers [--file FILE] [--minutes M] [METHOD ...]` stores each row in the file when it is measured,
+so a stopped run can be resumed. Settings are the published ones; nothing is chosen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peak memory of analysing and repairing a mixture of experts: a part of a model at a time, however large it is."""
+"""Peak memory of analysing and repairing a mixture of experts that is read in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page of the dashboard takes that was opened before, by the clock and of its server: 8 tasks, 256 samples."""
+"""Wall time and server CPU time of reopening a page of the dashboard: 8 tasks, 256 samples."""
 
 from __future__ import annotations
 

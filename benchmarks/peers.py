@@ -1,9 +1,10 @@
-"""DriftLens beside the published code of others: processor seconds, peak memory, and how far the results are apart.
+"""DriftLens compared with published code: CPU seconds, peak memory, and the difference of the results.
 
-`python -m benchmarks peers`: towers of ViT-B/32 with random weights, one thread, every side a process of its own, by
-turns. `DRIFTLENS_FEATCAL` and `DRIFTLENS_SURGERY` name clones of github.com/egangu/featcal and
-github.com/EnnengYang/RepresentationSurgery, `DRIFTLENS_FUSIONBENCH` the Python of an environment with fusion_bench;
-what no variable names is left out. `DRIFTLENS_BLOCKS` makes towers of so many blocks (3).
+`python -m benchmarks peers` uses towers of ViT-B/32 with random weights and one thread. Each side runs in its own
+process, interleaved with the other. `DRIFTLENS_FEATCAL` and `DRIFTLENS_SURGERY` name clones of
+github.com/egangu/featcal and github.com/EnnengYang/RepresentationSurgery, `DRIFTLENS_FUSIONBENCH` the Python of an
+environment with fusion_bench; cases without their variable are left out. `DRIFTLENS_BLOCKS` sets the number of blocks
+(3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much faster two processes of one core each calibrate than one: FeatCal, 8 x 16 samples of ViT-B/32 shape."""
+"""Speed-up of FeatCal by two processes of one core each: 8 x 16 samples, ViT-B/32 shape."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""FeatCal the obvious way, for comparison: Algorithm 1 line by line, on open_clip's own blocks.
+"""A direct implementation of FeatCal for comparison: Algorithm 1 line by line, on open_clip's own blocks.
 
-Hidden states are carried in batches of 16. Per site and per task, two k x k products (G and C) are taken from rows in
+Hidden states are computed in batches of 16. Per site and task, two k x k products (G and C) are computed from rows in
 the models' own dtype; every site's system is solved by LU in float64. Nothing is shared between sites, and every pass
-runs the whole block. Only what decides the result is taken over from the product: biases, LayerNorm updates, token
-weights of 1.
+runs the whole block. Only what affects the result is as in the product: biases, LayerNorm updates, token weights of 1.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Ways to repair a merge beside each other: score, KL to the experts, drift and cost, over draws of samples.
+"""Repairs compared: score, KL to the experts, drift and cost, over draws of samples.
 
-`python -m benchmarks.repairs --suites llama --draws 0 1 --methods surgery norms` runs what a folder lacks yet, a file
-per suite, draw and number of samples (64 a task, unless `--samples` says another), which is written behind every
-method, and prints tables of all that it has. Settings are those published or declared as defaults; `--auto` alone
-chooses, from the calibration samples. Every draw is judged on the same test samples, which no calibration reads:
-changes are paired by test sample. Seconds are of the processor, of calibrating alone.
+`python -m benchmarks.repairs --suites llama --draws 0 1 --methods surgery norms` adds missing draws to a folder, one
+file per suite, draw and number of samples (`--samples`, by default 64 per task), and prints a table per suite. Settings
+are published ones or defaults; only `--auto` chooses, from the calibration samples. All draws are scored on the same
+test samples, which no calibration reads, so changes are paired by test sample. Seconds are CPU time of calibrating.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a report takes: 8 tasks, 12 blocks, 256 samples."""
+"""Duration of a report: 8 tasks, 12 blocks, 256 samples."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SUBJECTS = (
         "of samples. Scores are means over tasks on all test samples (2,740 images, accuracy; 800 texts, exact match). "
         "Surgery adds 16,384 numbers per task, ProbSurgery 131,072, and both need the task of an input; the others add "
         "none. On the texts, residual calibration, Surgery and ProbSurgery are not clearly better than FeatCal.",
-        ("repairs", "embeddings"),
+        ("repairs", "embeddings", "language_experts"),
     ),
     Subject(
         "Automatic choice",

@@ -1,4 +1,4 @@
-"""Language models: what the exact decomposition and FeatCal cost beside the library's own modules."""
+"""Cost of the exact decomposition and of FeatCal for language models, relative to the library's own modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing for ratios: candidates take turns, so that a machine's mood hits all of them, and the best of each counts."""
+"""Timing for ratios: candidates run interleaved, so that other load affects all, and the best run counts."""
 
 from __future__ import annotations
 

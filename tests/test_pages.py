@@ -13,6 +13,7 @@ import typer
 
 from driftlens.cli import GROUPS
 from driftlens.cli.app import app
+from tests.runs.full_run import write_full_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,3 +70,22 @@ def test_pages_name_commands_and_flags_that_there_are(page: Path) -> None:
         flags = {flag for param in COMMANDS[name].params for flag in (*param.opts, *param.secondary_opts)}
         given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
         assert given <= flags | {"-q", "-v", "--quiet", "--verbose", "--debug"}, (name, rest)
+
+
+BLOCKS = [
+    (page, code)
+    for page in PAGES
+    for code in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    # tests/pipelines/test_live_scores.py runs the page on live modules.
+    if "open_run(" in code and page.stem != "live"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "code"), BLOCKS, ids=[page.stem for page, _ in BLOCKS])
+def test_python_that_opens_a_run_runs(page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in re.findall(r'open_run\("(.*?)"\)', code):
+        Path(folder).parent.mkdir(exist_ok=True)
+        write_full_run(Path(folder))
+    exec(compile(code, str(page), "exec"), {})

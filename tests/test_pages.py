@@ -58,10 +58,11 @@ def written(page: Path) -> list[list[str]]:
                 lines.append([])
             else:
                 lines[-1].append(word)
-    return [line for line in lines if line[:1] == ["driftlens"]]
+    pictured = re.findall(r">(driftlens .*?)<", page.read_text(encoding="utf-8"))
+    return [line for line in [*lines, *map(shlex.split, pictured)] if line[:1] == ["driftlens"]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs/assets/commands.svg"], ids=lambda page: page.name)
 def test_pages_name_commands_and_flags_that_there_are(page: Path) -> None:
     for _, name, *rest in written(page):
         if name.startswith("-") or name.isupper():

@@ -71,7 +71,9 @@ def run(device: str) -> None:
             continue
         for tasks in (2, 8):
             target = "at least 1.9 times" if name == "featcal" else ""
-            _compare(name, tasks, f"{TITLES[name]}, {tasks} experts, {BLOCKS} blocks of ViT-B/32", target)
+            _compare(
+                name, tasks, f"{TITLES[name]}, {tasks} experts, {BLOCKS} block{'s' * (BLOCKS > 1)} of ViT-B/32", target
+            )
 
 
 def _compare(name: str, tasks: int, figure: str, target: str = "") -> None:

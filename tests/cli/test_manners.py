@@ -65,7 +65,7 @@ def test_stdout_carries_the_result_and_stderr_plain_progress(run_cli: Cli, quick
     assert done.code == 0 and "\r" not in done.err and "\x1b" not in done.err
     # A slow machine adds lines in between, at most one in ten seconds.
     finished = [line for line in done.err.splitlines() if ": done in " in line]
-    assert [line.split(":")[0] for line in finished] == ["merge", "analyze", "params"]
+    assert [line.split(":")[0] for line in finished] == ["merging", "measuring drift", "comparing weights"]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ NAMES = (
     "explorer",
     "dashboard",
     "mixtures",
+    "layers",
     "peers",
 )
 

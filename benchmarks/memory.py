@@ -19,11 +19,11 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import walk
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.chain import adapters
-from driftlens.models.architecture import weightless
+from driftlens.models.architecture import build_on_meta
 from benchmarks.models import vit_b32
 
 folder, count, device = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-skeleton = weightless(lambda: vit_b32(0), "ViT-B/32")
+skeleton = build_on_meta(lambda: vit_b32(0), "ViT-B/32")
 names = ["merged", *(f"expert:{i}" for i in range(count))]
 sources = {name: open_checkpoint(f"{folder}/{i}.safetensors") for i, name in enumerate(names)}
 chain = adapters["open_clip_vit"].chain(skeleton)
@@ -47,10 +47,10 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.chain import adapters
-from driftlens.models.architecture import weightless
+from driftlens.models.architecture import build_on_meta
 
 folder, count, device, budget = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-skeleton = weightless(lambda: _tower(0), "ViT-B/32")
+skeleton = build_on_meta(lambda: _tower(0), "ViT-B/32")
 names = ["base", "merged", *(f"expert:{i}" for i in range(count))]
 sources = {name: open_checkpoint(f"{folder}/{i}.safetensors") for i, name in enumerate(names)}
 chain = adapters["open_clip_vit"].chain(skeleton)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, select_samples
 from driftlens.data.task_data import parse_number
 from driftlens.engine.pool import ModelPool, input_bytes
 from driftlens.engine.walk import iter_final_features, sample_cache_bytes
@@ -72,10 +73,14 @@ def score_variants(study: Study, task: str, variants: Sequence[str], reporter: P
     scores, samples = TaskResults(), study.tasks[task].test
     if samples is None:
         return scores
+    order = _order_by_length(samples)
+    data = dataclasses.replace(study.tasks[task], test=select_samples(samples, order))
+    study = dataclasses.replace(study, tasks={**study.tasks, task: data})
     results = correct_predictions(study, task, variants, reporter) | _score_answers(
         study, task, variants, reporter, scores.notices
     )
-    for (variant, name), rows in results.items():
+    for (variant, name), ordered in results.items():
+        rows = [row for _, row in sorted(zip(order, ordered, strict=True), key=itemgetter(0))]
         values, references = (
             np.array([row[column] if column < len(row) else None for row in rows], dtype=float) for column in (0, 1)
         )
@@ -89,6 +94,13 @@ def score_variants(study: Study, task: str, variants: Sequence[str], reporter: P
         ]
         scores.tables["accuracy"].append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
     return scores
+
+
+def _order_by_length(samples: SampleSet) -> list[int]:
+    """Return the positions of texts from the shortest to the longest; of other samples in their order."""
+    # Texts of similar length share a batch, as padding costs as much as tokens do.
+    lengths = [sum(map(len, text)) for text in samples.all_texts]
+    return sorted(range(len(samples)), key=lengths.__getitem__ if lengths else None)
 
 
 def _task_metrics(study: Study, task: str) -> tuple[str, ...]:

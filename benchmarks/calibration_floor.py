@@ -40,23 +40,25 @@ def product_rates(device: torch.device) -> Rates:
     return Rates(rates[torch.float32], rates[torch.float64])
 
 
-def floor_seconds(tasks: int, samples: int, blocks: int, rates: Rates) -> float:
+def floor_seconds(tasks: int, samples: int, blocks: int, rates: Rates, *, objectives: bool = False) -> float:
     """Seconds of the counted products alone.
 
     Per block: one expert forward and two of the merged model, the first without fc2's output (after the last block
     nothing is run again); half a Gram product per distinct input; the cheapest of three forms of the cross moment; one
-    Cholesky factor and solve per Gram matrix, in float64. The stem runs twice per image.
+    Cholesky factor and solve per Gram matrix, in float64. The stem runs twice per image. With `objectives`, also half a
+    product of weights and Gram matrix per solve, and one per task where targets are not computed row by row.
     """
     rows = samples * TOKENS
     attention = 2 * TOKENS * WIDTH
     whole, partial = 12 * WIDTH**2 + attention, 8 * WIDTH**2 + attention
     forwards = tasks * rows * (blocks * (whole + partial) + (blocks - 1) * whole - (whole - partial))
     stem = 2 * tasks * samples * (TOKENS - 1) * 3 * 32**2 * WIDTH
-    sums = blocks * tasks * sum(rows * k**2 / 2 + _cross(rows, o, k) for o, k in GROUPS)
+    sums = blocks * tasks * sum(rows * k**2 / 2 + _cross(rows, o, k, objectives) for o, k in GROUPS)
+    sums += blocks * sum(o * k**2 / 2 for o, k in GROUPS) * objectives
     solves = blocks * sum(k**3 / 6 + o * k**2 for o, k in GROUPS)
     return (forwards + stem + sums) / (rates.float32 * 1e9) + solves / (rates.float64 * 1e9)
 
 
-def _cross(rows: int, o: int, k: int) -> int:
+def _cross(rows: int, o: int, k: int, objectives: bool) -> float:
     """Through every row's output, through E[target input'] alone, or with the expert's outputs at hand."""
-    return min(2 * rows * o * k, rows * k**2 + o * k**2, rows * o * k + o * k**2)
+    return min(2 * rows * o * k, rows * k**2 + o * k**2 * (1.5 if objectives else 1), rows * o * k + o * k**2)

@@ -61,6 +61,12 @@ SUBJECTS = (
     ),
     Subject("Memory", "Peak resident memory of one process.", ("memory", "mixtures")),
     Subject(
+        "Large models",
+        "Two layers are measured. Times of whole models are scaled by counted multiplications, memory and traffic are "
+        "counted.",
+        ("layers",),
+    ),
+    Subject(
         "Dashboard and reports",
         "Runs of 8 tasks, 12 blocks and 256 samples, in a headless browser that draws in software.",
         ("report", "dashboard", "pages", "explorer"),

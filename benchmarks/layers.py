@@ -173,5 +173,9 @@ def _job(job: str, folder: Path, device: str) -> float:
 
 if __name__ == "__main__":
     job, folder, device = sys.argv[1:]
-    spent = _write(Path(folder)) if job == "write" else _job(job, Path(folder), device)
+    spent = 0.0
+    if job == "write":
+        _write(Path(folder))
+    else:
+        spent = _job(job, Path(folder), device)
     print(json.dumps([spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))

@@ -76,7 +76,8 @@ def run(device: str) -> None:
             continue
         for tasks in (2, 8):
             target = "at least 1.9 times" if name == "featcal" else ""
-            case = f"{tasks} experts, {Case(name, tasks, Path()).samples} samples per task"
+            samples = f", {Case(name, tasks, Path()).samples} samples per task" if name == "featcal" else ""
+            case = f"{tasks} experts{samples}"
             _compare(name, tasks, f"{TITLES[name]}, {case}, {BLOCKS} block{'s' * (BLOCKS > 1)} of ViT-B/32", target)
 
 

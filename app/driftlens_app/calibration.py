@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype, parse_layers
 from driftlens.utils.errors import SpecError, pluralize
 from driftlens.utils.registry import Schema, allowed_values_text, setting_choices, value_schema
+from driftlens.utils.variants import next_free_name
 from driftlens_app.processes import run_json_command
 from driftlens_app.settings import Settings
 from driftlens_app.show import escape_except_code, escape_markdown, is_narrow, show_caption, show_note
@@ -77,12 +78,6 @@ def require_free_name(request: CalibrationRequest, taken: Container[str]) -> Non
             f"the run has a calibration {request.name!r} already",
             hint=f"Check '{REPLACE}', or choose another name.",
         )
-
-
-def next_free_name(stem: str, taken: Container[str]) -> str:
-    """Return the first unused name of `featcal`, `featcal-2`, and so on."""
-    numbered = (f"{stem}-{count}" for count in itertools.count(2))
-    return next(name for name in itertools.chain([stem], numbered) if name not in taken)
 
 
 def show_calibration_form(

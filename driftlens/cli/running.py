@@ -289,6 +289,14 @@ def _why(
     checklist = check_merge_files(roles.base, roles.experts, merged, offline=job.access.offline)
     if not as_json:
         print_result(checklist.text())
+    if data and checklist.is_like_expert:
+        given = shlex.join([*models[:-1], f"TASK={models[-1]}"])
+        raise SpecError(
+            f"{models[-1]}, taken as the merged model, looks like an expert: it holds almost nothing of "
+            f"{', '.join(roles.experts)}",
+            hint=f"If it is one: driftlens why {given} --data ... Else write a spec with `driftlens init`, set `merged` "
+            "and run `driftlens analyze`.",
+        )
     if data and not checklist.exit_code:
         drafted = draft_spec(roles, data, overrides or (), job.access)
         from driftlens.pipelines.analyze import analyze as run_analysis
@@ -314,15 +322,18 @@ def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_
     from driftlens.pipelines.calibrate import calibrate as run_calibration
     from driftlens_reports.terminal import calibration_text, early_results_text
 
-    name = request.name
+    def _name_of(measured: DriftRun) -> str:
+        # An unnamed calibration is new, and the newest is the last.
+        return request.name or [*measured.manifest.calibrations][-1]
 
     def _print_first_numbers(measured: DriftRun) -> None:
         # A program that parses JSON lines of progress has no use for these.
         if manner.progress != "jsonl":
-            print_note(early_results_text(measured, name))
+            print_note(early_results_text(measured, _name_of(measured)))
 
     with job.context() as context:
         finished = run_calibration(run, request, context, on_measured=_print_first_numbers)
+    name = _name_of(finished)
     if request.save_weights is not None and request.save_weights.is_dir():
         from driftlens_reports.card import add_image_to_model_card
 

@@ -247,8 +247,8 @@ def _method_settings_field(text: str) -> Any:
 class CalibrationRequest(Request):
     """The options of one calibration. Missing values come from the preset, then from the run's spec."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = _option_field(
-        "Name; the variant is called calibrated:NAME.", ...
+    name: Annotated[str, Field(pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$")] = _option_field(
+        "Name; the variant is called calibrated:NAME.", "", unset="the method's name"
     )
     method: Text | None = _option_field("A registered calibrator.", unset=DEFAULT_METHOD)
     preset: Text | None = _option_field("Published settings; see `driftlens doctor --methods`.")

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -73,12 +74,14 @@ class Checklist:
         findings: one per check and outcome.
         kept: task -> layer -> projection of merged - base on the expert's task vector, divided by its squared norm.
         interference: module -> smallest cosine of two task vectors, and share of conflicting signs.
+        is_like_expert: True if the merged model holds so little of the experts that it seems to be another expert.
     """
 
     models: Mapping[str, str]
     findings: list[Finding] = field(default_factory=list)
     kept: dict[str, dict[str, float]] = field(default_factory=dict)
     interference: dict[str, dict[str, float]] = field(default_factory=dict)
+    is_like_expert: bool = False
 
     @property
     def has_doubts(self) -> bool:
@@ -214,8 +217,12 @@ def check_merge_files(
             checklist.interference = _interference(statistics)
             checklist.findings += _check_interference(checklist.interference)
         if "merged" in products.names and products.experts:
-            checklist.findings.append(check_merge_fit(products, "merged"))
+            fit = check_merge_fit(products, "merged")
+            checklist.findings.append(fit)
             checklist.kept = _kept_by_layer(statistics) if "base" in products.names else {}
+            wholes = [layers["all layers"] for layers in checklist.kept.values() if layers]
+            # DARE leaves as much unexplained, but keeps the experts' changes; task vectors of one base share little.
+            checklist.is_like_expert = fit.level != "ok" and bool(wholes) and fmean(wholes) < _LOST
             checklist.findings += _check_kept(checklist.kept, statistics) if checklist.kept else ()
     return checklist
 

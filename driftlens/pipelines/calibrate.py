@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import shlex
 import time
@@ -26,7 +27,7 @@ from driftlens.calibration.automatic import fold_ranges
 from driftlens.calibration.calibrator import Calibrator, calibrators, require_task_id
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import LazyTensors
-from driftlens.config.requests import CalibrationRequest
+from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
@@ -53,12 +54,14 @@ from driftlens.pipelines.calibration_plan import (
     calibration_context,
     matching_preset,
     plan_calibration,
+    registered_method,
     save_variants,
     with_saved_results,
 )
-from driftlens.pipelines.evaluation import final_features
+from driftlens.pipelines.evaluation import training_overlap_text
 from driftlens.runs.manifest import (
     CANDIDATE,
+    SCRATCH,
     CalibrationInfo,
     Manifest,
     calibrated_weights_file,
@@ -81,12 +84,12 @@ from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecErro
 from driftlens.utils.files import PathLike, parse_json, write_json_atomic
 from driftlens.utils.intervals import standard_error, t_quantile
 from driftlens.utils.registry import resolve_settings
-from driftlens.utils.variants import expert_name, task_of_expert
+from driftlens.utils.variants import expert_name, next_free_name, task_of_expert
 
+# Name of an automatic choice until it is made, and of one that keeps a model unchanged.
+AUTO = "auto"
 # The phase of progress events while layers are solved.
 _PHASE = "calibrate"
-# Diagnosis samples per task on which the confidence of its expert is measured, at most.
-_MAX_CONFIDENCE_SAMPLES = 200
 
 
 def calibrate(
@@ -113,6 +116,7 @@ def calibrate(
         SingularGramError: a layer has no unique solution.
     """
     folder, team = pathlib.Path(path), context.access.team
+    is_named, request = bool(request.name), _with_default_name(request, folder, context)
     # Without --replace and --resume, saving a finished calibration solves nothing.
     begins = request.replace or request.resume
     if request.save_weights is not None and not begins and request.name in read_manifest(folder).calibrations:
@@ -120,7 +124,7 @@ def calibrate(
         return open_run(folder)
     # Refuse before the lock is taken: a finished run must not become a failed one.
     opened = prepare_calibration(folder, request, context)
-    plan, study, scratch = opened.plan, opened.study, opened.layer_store
+    plan, study, scratch = opened.plan, opened.study, _SolvedLayerStore(folder, opened.plan.name)
     _require_free_name(request, opened, opened.manifest)
     if request.resume:
         identity = plan.solution_inputs(opened.manifest, study) | {"automatic": request.auto}
@@ -135,20 +139,39 @@ def calibrate(
     with open_finished_run(folder, study, context) as (writer, reporter):
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
-        job = _CalibrationJob(request, opened, writer, reporter)
+        job = _CalibrationJob(request, opened, writer, reporter, is_named=is_named)
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-            with with_resume_hint(lambda: scratch.is_started and resume_hint(folder, plan.name, writer.manifest)):
+
+            def _hint_if_started() -> str | bool:
+                return job.scratch.is_started and resume_hint(folder, job.plan.name, writer.manifest)
+
+            with with_resume_hint(_hint_if_started):
                 job.solve_and_measure()
             if on_measured is not None and team.is_main_process:
                 on_measured(open_run(folder))
         # Drift and accuracy are stored; an interruption from here on only delays the attribution.
         more = f"`{shlex.join(['driftlens', 'analyze', str(folder)])}` adds the missing attribution"
         if context.live is not None:
-            more = resume_hint(folder, plan.name, opened.manifest)
-        weights = folder / calibrated_weights_file(plan.name)
+            more = resume_hint(folder, job.plan.name, opened.manifest)
+        weights = folder / calibrated_weights_file(job.plan.name)
         with with_resume_hint(lambda: weights.is_file() and more):
-            job.finish(export)
+            job.finish(None if export is None else dataclasses.replace(export, name=job.plan.name))
     return open_run(folder)
+
+
+def _with_default_name(request: CalibrationRequest, folder: pathlib.Path, context: JobContext) -> CalibrationRequest:
+    """Name an unnamed calibration after its method, with a number if the run has one of that name.
+
+    With --auto the method is not known yet: the calibration is called `auto` until it is chosen.
+    """
+    if request.name:
+        return request
+    require_analyzed(folder)
+    section = load_run_spec(folder).calibration if context.live is None else None
+    stem = AUTO if request.auto else request.method or (DEFAULT_METHOD if section is None else section.method)
+    # To resume or replace a calibration means the one that has the plain name.
+    is_new = not (request.resume or request.replace)
+    return request.with_changes(name=next_free_name(stem, read_manifest(folder).calibrations if is_new else ()))
 
 
 @dataclass(frozen=True)
@@ -161,11 +184,6 @@ class PreparedCalibration:
     models: OpenModels
     plan: CalibrationPlan
     words: Sequence[str] = ()
-
-    @property
-    def layer_store(self) -> _SolvedLayerStore:
-        """The folder of layers that are solved so far."""
-        return _SolvedLayerStore(self.folder, self.plan.name)
 
 
 def prepare_calibration(
@@ -260,29 +278,27 @@ class _CalibrationJob:
     opened: PreparedCalibration
     writer: RunWriter
     reporter: ProgressReporter
+    is_named: bool
 
     def __post_init__(self) -> None:
-        self.study, self.team, self.plan = self.opened.study, self.opened.study.team, self.opened.plan
-        self.scratch = self.opened.layer_store
-        self.phases = AnalysisPhases(self.writer, self.study, self.reporter, f"{self.plan.phase}:")
+        self.study, self.team = self.opened.study, self.opened.study.team
+        self._follow_plan(self.opened.plan)
+
+    def _follow_plan(self, plan: CalibrationPlan) -> None:
+        """Take a plan: its name is that of the scratch folder and of the phases."""
+        self.plan, self.scratch = plan, _SolvedLayerStore(self.opened.folder, plan.name)
+        self.phases = AnalysisPhases(self.writer, self.study, self.reporter, f"{plan.phase}:")
 
     def solve_and_measure(self) -> None:
         """Solve the calibration, save the model, measure its drift and accuracy, then publish the variant."""
-        writer, study, name = self.writer, self.study, self.plan.name
-        replaces = name in writer.manifest.calibrations
-
-        def _remove_leftovers() -> None:
-            if not (self.request.resume and self.scratch.is_started):
-                # First, so that an interrupted removal is not resumed as a calibration.
-                self.scratch.remove()
-                if not replaces:
-                    # Leftovers of an interrupted one.
-                    writer.remove_calibration(name)
-
-        on_main_process(self.team, writer, _remove_leftovers)
+        writer, study = self.writer, self.study
+        on_main_process(self.team, writer, self._remove_leftovers)
         if self.request.auto:
             run_phase(writer, f"{self.plan.phase}:choose", self._choose_settings, study, again=True, sums=True)
-        plan = self.plan
+            if not self.is_named:
+                on_main_process(self.team, writer, self._remove_leftovers)
+        plan, name = self.plan, self.plan.name
+        replaces = name in writer.manifest.calibrations
         identity = plan.solution_inputs(self.opened.manifest, study)
         begun = identity | {"selection": dict(plan.selection), COMMAND: list(self.opened.words)}
         self.team.run_on_main(lambda: self.scratch.write_settings(begun))
@@ -308,6 +324,14 @@ class _CalibrationJob:
         )
         notices = [f"{plan.variant}: {text}" for text in info.notices]
         writer.finish_variants(plan.variants, calibrations={name: info}, notices=notices)
+
+    def _remove_leftovers(self) -> None:
+        if not (self.request.resume and self.scratch.is_started):
+            # First, so that an interrupted removal is not resumed as a calibration.
+            self.scratch.remove()
+            if self.plan.name not in self.writer.manifest.calibrations:
+                # Leftovers of an interrupted one.
+                self.writer.remove_calibration(self.plan.name)
 
     def finish(self, export: CalibrationExport | None) -> None:
         """Run the phases after measurement: digests, task vectors, model card, export, attribution."""
@@ -351,7 +375,22 @@ class _CalibrationJob:
                 on_score=partial(self.writer.event, CANDIDATE, of=plan.name),
             )
             selection = {**record, "preset": matching_preset(plan.calibrator), "asked": plan.starting_point}
-        self.plan = plan.with_chosen_settings(calibrator, selection, study)
+        if not self.is_named:
+            plan = dataclasses.replace(plan, name=self._name_of_choice(calibrator, selection))
+        self._follow_plan(plan.with_chosen_settings(calibrator, selection, study))
+
+    def _name_of_choice(self, calibrator: Calibrator, selection: Mapping[str, Any]) -> str:
+        """Return a free name for an automatic choice: its method's, or `auto` if a model was kept unchanged."""
+        stem = selection.get("merge", {}).get("method", "")
+        stem = stem or (AUTO if selection["kept"] else registered_method(calibrator))
+        taken = self.writer.manifest.calibrations
+
+        def _first_free_name() -> str:
+            # An interrupted calibration has no entry yet, and may still be resumed.
+            begun = {name.removeprefix("calibrate-") for name in os.listdir(self.opened.folder / SCRATCH)}
+            return next_free_name(stem, {*taken, *begun})
+
+        return self.team.run_on_main(_first_free_name)
 
     def _remove_old_calibration(self) -> None:
         with self.scratch.hide_settings():
@@ -417,7 +456,8 @@ def _sum_or_nan(values: Iterable[float | None]) -> float:
 def _calibration_notices(plan: CalibrationPlan, study: Study) -> list[str]:
     # Samples from files never overlap: splits are drawn without replacement.
     notices = _sample_overlap_notices(plan.samples, study) if study.architecture.get("loader") == "live" else []
-    notices += _training_overlap_notices(plan.samples, study) if plan.automatic else []
+    if plan.automatic and (overlap := training_overlap_text(plan.samples, study)):
+        notices.append(f"{overlap}. The choice is unreliable; use other samples")
     notices += [
         f"task {task} has 1 different calibration sample among {len(drawn)}, and weights are fitted to it alone. "
         "Add samples"
@@ -471,43 +511,6 @@ def _sample_overlap_notices(samples: Mapping[str, SampleSet], study: Study) -> l
                 "are too good. Pass other samples to calibrate on"
             )
     return notices
-
-
-@torch.no_grad()
-def _training_overlap_notices(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
-    """Return a notice if experts are more confident on these samples, as if trained on them.
-
-    Confidences are compared with those on diagnosis samples by Welch's t test, one-sided at 1 %, over all tasks.
-    """
-    # On two image suites (docs/benchmarks.md), the test warned of 50 to 100 % of draws of 64 training samples, and of
-    # 0.6 to 1.6 % of other draws.
-    means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
-    for task, drawn in samples.items():
-        model, head = expert_name(task), study.head(task, expert_name(task))
-        measured = study.tasks[task].diagnosis
-        diagnosed = select_samples(measured, range(min(_MAX_CONFIDENCE_SAMPLES, len(measured))))
-        if head is None or min(len(drawn), len(diagnosed)) < 2:
-            continue
-        confidences = []
-        # Without augmented copies: diagnosis samples have none, so confidences would not be comparable.
-        for part in (dataclasses.replace(drawn, views=None), diagnosed):
-            features = final_features(study.pool, model, task, part, study.settings.pool)
-            confidences.append(to_float64(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
-        means.append((float(confidences[0].mean()), float(confidences[1].mean())))
-        groups += confidences
-    if not means:
-        return []
-    # Tasks are strata: the error of the mean over tasks follows from each group's own variance.
-    error, freedom = standard_error([part / len(means) for part in groups])
-    on_drawn, on_diagnosed = np.mean(means, axis=0)
-    # The two-sided level 98 % leaves the 1 % above that a one-sided test needs.
-    if not on_drawn - on_diagnosed > t_quantile(freedom, 0.98) * error:
-        return []
-    return [
-        "experts were probably trained on the calibration samples: mean confidence "
-        f"{100 * on_drawn:.1f} %, {100 * on_diagnosed:.1f} % on diagnosis samples. The choice is unreliable; use "
-        "other samples"
-    ]
 
 
 class _SolvedLayerStore:

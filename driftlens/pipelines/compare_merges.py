@@ -17,6 +17,7 @@ from driftlens.experiment.merging import merge_to_files
 from driftlens.experiment.study import Study
 from driftlens.experiment.study_loading import open_study
 from driftlens.merging.method import merge_by_name, merge_methods
+from driftlens.pipelines.evaluation import training_overlap_text
 from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,
     HeldOutScorer,
@@ -75,7 +76,8 @@ def compare_merges(spec: RunSpec, merges: Sequence[NamedMethod], context: JobCon
     Returns:
         Plain values. `merges` has a row per model, best first: `behind` is the difference from the first model and
         `nearer` the gain over the `present` merge, both with intervals that hold for all pairs together (Bonferroni).
-        A merge that failed has a `reason` instead of numbers.
+        A merge that failed has a `reason` instead of numbers. `trained_on` says that experts were probably trained on
+        the samples; it is empty otherwise.
     """
     study, models = open_study(spec, access=context.access)
     merges, present = _with_spec_merge(spec, merges)
@@ -108,6 +110,7 @@ def compare_merges(spec: RunSpec, merges: Sequence[NamedMethod], context: JobCon
 
             compared.append(_ComparedMerge(merge, result_or_error(_merge_and_score), seconds))
     require_one_result([entry.result for entry in compared if entry.model.method])
+    overlap = training_overlap_text(without_labels(study), study)
     reporter.step(_PHASE, len(merges), len(merges))
     return {
         "name": spec.name,
@@ -115,6 +118,7 @@ def compare_merges(spec: RunSpec, merges: Sequence[NamedMethod], context: JobCon
         "samples": {task: len(judged.original or judged) for task, judged in samples.items()},
         "held_out": held_out,
         "present": present,
+        "trained_on": overlap,
         "merges": _ranking_rows(compared, scorer.score_name, present),
     }
 

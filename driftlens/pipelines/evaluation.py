@@ -30,6 +30,7 @@ from driftlens.results.measures import metric_interval
 from driftlens.utils.devices import to_float64
 from driftlens.utils.distributed import ProgressReporter, TaskProgress
 from driftlens.utils.errors import DataError
+from driftlens.utils.intervals import standard_error, t_quantile
 from driftlens.utils.variants import ACCURACY, METRICS, expert_name, metric_by_name
 
 # Bytes of samples and features in memory while accuracy is measured.
@@ -40,6 +41,8 @@ SPARE_TOKENS = 8
 _SHOWN = 300
 # Texts whose features are in memory together.
 _AT_ONCE = 4096
+# Diagnosis samples per task on which the confidence of its expert is measured, at most.
+_MAX_CONFIDENCE_SAMPLES = 200
 
 # Per sample: value and reference as in the table `scores`, then answer and target of texts.
 _Rows = list[tuple[Any, ...]]
@@ -393,3 +396,39 @@ _MEASURES: dict[str, Callable[[_TestTexts, Any, range], Iterator[tuple[Any, ...]
     "preference": _preference_rows,
     "perplexity": _perplexity_rows,
 }
+
+
+@torch.no_grad()
+def training_overlap_text(samples: Mapping[str, SampleSet], study: Study) -> str:
+    """Describe that experts are more confident on these samples, as if trained on them; empty if they are not.
+
+    Confidences are compared with those on diagnosis samples by Welch's t test, one-sided at 1 %, over all tasks.
+    """
+    # On two image suites (docs/benchmarks.md), the test warned of 50 to 100 % of draws of 64 training samples, and of
+    # 0.6 to 1.6 % of other draws.
+    means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
+    for task, drawn in samples.items():
+        model, head = expert_name(task), study.head(task, expert_name(task))
+        measured = study.tasks[task].diagnosis
+        diagnosed = select_samples(measured, range(min(_MAX_CONFIDENCE_SAMPLES, len(measured))))
+        if head is None or min(len(drawn), len(diagnosed)) < 2:
+            continue
+        confidences = []
+        # Without augmented copies: diagnosis samples have none, so confidences would not be comparable.
+        for part in (dataclasses.replace(drawn, views=None), diagnosed):
+            features = final_features(study.pool, model, task, part, study.settings.pool)
+            confidences.append(to_float64(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
+        means.append((float(confidences[0].mean()), float(confidences[1].mean())))
+        groups += confidences
+    if not means:
+        return ""
+    # Tasks are strata: the error of the mean over tasks follows from each group's own variance.
+    error, freedom = standard_error([part / len(means) for part in groups])
+    on_drawn, on_diagnosed = np.mean(means, axis=0)
+    # The two-sided level 98 % leaves the 1 % above that a one-sided test needs.
+    if not on_drawn - on_diagnosed > t_quantile(freedom, 0.98) * error:
+        return ""
+    return (
+        "experts were probably trained on the calibration samples: mean confidence "
+        f"{100 * on_drawn:.1f} %, {100 * on_diagnosed:.1f} % on diagnosis samples"
+    )

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import pandas as pd
+
 from driftlens.results.checks import run_self_checks
 from driftlens.results.formatting import Kind, Table, format_estimate, format_short, format_value, is_measured
 from driftlens.results.measures import (
@@ -78,7 +80,7 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     if side >= 0:
         return f"driftlens report {path}"
     compared = _load_merge_ranking(run)
-    if (better := _nearest_better_merge(compared)) is not None:
+    if (better := _nearest_better_merge(compared, _held_out_distance(run, compared))) is not None:
         merge = json.dumps({"method": better["method"], **better["settings"]})
         sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
         return f"driftlens analyze {path}/spec.yaml {sets} --out {path}-{shlex.quote(better['method'])}"
@@ -86,16 +88,22 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     if not compared and len(run.tasks) > 1:
         return f"driftlens merge {path}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {path}/{MERGES}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
-        return f"driftlens calibrate {path} --name best --auto"
+        return f"driftlens calibrate {path} --auto"
     return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6"
 
 
-def _nearer_merge_sentence(compared: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence if a comparison of merges found one clearly nearer to the experts."""
-    if (row := _nearest_better_merge(compared)) is not None:
+def _merge_ranking_sentences(compared: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences on a comparison of merges: the clearly nearer one, its ties, and samples that mislead."""
+    if overlap := compared.get("trained_on"):
+        yield f"The ranking of merges is unreliable: {overlap}."
+    elif (row := _nearest_better_merge(compared)) is not None:
         value, low, high = (format_short(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
         lower = _LOWER[compared["score"]].format(value)
         yield f"{row['merge']} is nearer to the experts than this merge: {lower} ({low} to {high})."
+        first = [other["merge"] for other in compared["merges"] if other["place"] == 1 or other.get("is_tied")]
+        if others := [name for name in first if name != row["merge"]]:
+            way = "Not clearly farther" if row["merge"] in first else "Nearer still"
+            yield f"{way}: {', '.join(others)}."
 
 
 @cache_on_run
@@ -103,16 +111,37 @@ def _load_merge_ranking(run: DriftRun) -> Mapping[str, Any]:
     """Load the stored comparison of the run's merge with other merge methods; empty without one."""
     try:
         ranking = dict(parse_json((run.path / MERGES / COMPARISON).read_text(encoding="utf-8")))
-        [*_nearer_merge_sentence(ranking)]  # fails on a file that is no comparison
+        [*_merge_ranking_sentences(ranking)]  # fails on a file that is no comparison
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return ranking
 
 
-def _nearest_better_merge(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the best of the merges that are clearly nearer to the experts than the present one, or None."""
-    nearer = [row for row in compared.get("merges", ()) if row["method"] and (row.get("nearer_low") or 0) > 0]
-    return min(nearer, key=lambda row: row["place"], default=None)
+def _nearest_better_merge(compared: Mapping[str, Any], distance: float = math.inf) -> Mapping[str, Any] | None:
+    """Return the best of the merges that are clearly nearer to the experts than the present one, or None.
+
+    Args:
+        compared: the stored comparison; one on samples that the experts were trained on ranks nothing.
+        distance: the held-out distance of the repaired model, which the merge must be below.
+    """
+    nearer = [
+        row
+        for row in compared.get("merges", ())
+        if row["method"] and (row.get("nearer_low") or 0) > 0 and not row.get(compared["score"], 0) > distance
+    ]
+    return None if compared.get("trained_on") else min(nearer, key=lambda row: row["place"], default=None)
+
+
+def _held_out_distance(run: DriftRun, compared: Mapping[str, Any]) -> float:
+    """Return the smallest distance to the experts that `--auto` measured of its choice; infinity if unknown."""
+    records = [info.selection for info in run.manifest.calibrations.values() if info.automatic]
+    scores = [
+        entry.get("score")
+        for record in records
+        for entry in record.get("compared", ())
+        if entry["name"] == record.get("choice") and record.get("judged_by") == compared.get("score")
+    ]
+    return min((score for score in scores if score is not None), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -174,14 +203,51 @@ class Verdict:
         return next((gap for gap in self.gaps if (gap.variant, gap.against) == (variant, against)), None)
 
 
+def repairs_of(run: DriftRun) -> list[str]:
+    """Return the calibrated variants of a run, the oldest first."""
+    return [variant for variant in run.variants if variant_kind(variant) == "calibrated"]
+
+
+def _reference_variant(run: DriftRun) -> str:
+    """Return the merged model, or the baseline that takes the place of a missing one; empty without both."""
+    uncalibrated = [variant for variant in run.variants if variant_kind(variant) in ("merged", "baseline")]
+    return "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
+
+
+@cache_on_run
+def shown_repair(run: DriftRun) -> str:
+    """Return the calibrated variant that stands for the run: the pinned one, else the best; empty without any.
+
+    A calibration that is clearly better than the merged model comes before all others. Then one whose weights are all
+    it needs comes before one that must know the task of an input, and then the larger gain counts. Of equal ones the
+    newest is taken.
+    """
+    repairs = repairs_of(run)
+    pinned = calibrated_variant(run.manifest.pinned)
+    if pinned in repairs or len(repairs) < 2:
+        return pinned if pinned in repairs else "".join(repairs)
+    merged = _reference_variant(run)
+
+    def _rank(variant: str) -> tuple[bool, int, bool, float]:
+        about, tasks, compared = _choose_verdict_measure(run, merged, variant) or (RELATIVE, (), ())
+        info = run.manifest.calibrations.get(calibration_name(variant) or "")
+        is_alone = info is None or not info.attached
+        if variant not in compared:
+            return False, -1, is_alone, -math.inf
+        gain, side = mean_on_tasks(run, about, tasks, variant).interval, 0
+        if merged in compared:
+            change = mean_change(run, about, tasks, (merged, variant))
+            gain, side = change.interval, change.side
+        return about.role == SCORE.role, side, is_alone, about.sign * gain.value
+
+    return max(reversed(repairs), key=_rank)
+
+
 @cache_on_run
 def verdict(run: DriftRun, name: str = "") -> Verdict:
-    """Return the verdict on a run: gaps of merged and calibrated model, drift source, next command."""
-    # A baseline takes the place of a missing merged model.
-    uncalibrated = [variant for variant in run.variants if variant_kind(variant) in ("merged", "baseline")]
-    merged = "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
-    repairs = [variant for variant in run.variants if variant_kind(variant) == "calibrated"]
-    after = calibrated_variant(name) if name else next(reversed(repairs), "")
+    """Return the verdict on a run and one calibration, by default `shown_repair`: gaps, drift source, next command."""
+    merged = _reference_variant(run)
+    after = calibrated_variant(name) if name else shown_repair(run)
     judged = _choose_verdict_measure(run, merged, after)
     source = _main_drift_source(run, merged)
     if judged is None:
@@ -202,7 +268,8 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
         # Only tasks whose own interval is below the expert: others may be last by chance.
         behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
     worst = max(behind, key=lambda task: behind[task], default="")
-    bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
+    below = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
+    bad = tuple(task for task in tasks if task in below or _chance_of_bad_expert(run, about, task))
     # Without a gap to the experts, assume that the model is worse: the next command then looks for a repair.
     to_experts = gaps.get((after or merged, "expert"))
     command = recommend_command(run, to_experts.side if to_experts else -1, bad)
@@ -243,15 +310,27 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
     elif info is not None and info.model_description:
         percent = 100 * info.interpolation["share"]
         yield f"`{calibration}` keeps {percent:.3g} % of the repair and {100 - percent:.3g} % of the base weights."
-    repairs = [variant for variant in run.variants if variant_kind(variant) == "calibrated"]
+    repairs = repairs_of(run)
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
-        which = " (newest calibration)" if len(repairs) > 1 and variant == repairs[-1] else ""
+        which = ""
+        if len(repairs) > 1 and variant == shown_repair(run):
+            is_pinned = variant == calibrated_variant(run.manifest.pinned)
+            which = " (pinned)" if is_pinned else f" (best of {len(repairs)} calibrations on these samples)"
         yield f"{display_name(variant)}{which}: {'; '.join(_describe_gap(gap, judgement) for gap in gaps)}."
-    if judgement.bad_experts:
-        yield f"Experts worse than base: {shorten_list(judgement.bad_experts, 2)}."
+    yield from _other_repairs_sentence(run, judgement)
+    chances = {task: _chance_of_bad_expert(run, judgement.measure, task) for task in judgement.bad_experts}
+    if below := [task for task in chances if _is_below_base(run, judgement.measure, task)]:
+        yield f"Experts worse than base: {shorten_list(below, 2)}."
+    if near := [
+        f"{task} ({format_value(value_on_task(run, SCORE, task, 'expert').value, 'share')}, chance "
+        f"{format_value(chance, 'share')})"
+        for task, chance in chances.items()
+        if chance
+    ]:
+        yield f"Experts not clearly above chance: {shorten_list(near, 2)}."
     is_merged = judgement.merged == "merged"
     if is_merged:
-        yield from _nearer_merge_sentence(_load_merge_ranking(run))
+        yield from _merge_ranking_sentences(_load_merge_ranking(run))
     of_merge = (run.manifest.merge or {}).get("change") if is_merged else None
     for model, record in {"the merge": of_merge, "the calibration": info and info.change}.items():
         # `max`: a merge that changes no entry loses none, and has no percentage.
@@ -266,6 +345,33 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
         yield f"Self-checks failed: {failed}."
     if judgement.command:
         yield f"Next: `{judgement.command}`."
+
+
+def _is_below_base(run: DriftRun, about: Measure, task: str) -> bool:
+    return "base" in run.variants and change_on_task(run, about, task, ("base", "expert")).side < 0
+
+
+def _chance_of_bad_expert(run: DriftRun, about: Measure, task: str) -> float:
+    """Return the accuracy of guessing if a task's expert is not clearly above it and nearer to it than to 1; else 0."""
+    classes, score = run.manifest.classes.get(task, ()), value_on_task(run, SCORE, task, "expert")
+    if about.role != SCORE.role or score.about.name != ACCURACY.name or len(classes) < 2:
+        return 0.0
+    chance = 1 / len(classes)
+    return chance if score.low <= chance and score.value < (1 + chance) / 2 else 0.0
+
+
+def _other_repairs_sentence(run: DriftRun, judgement: Verdict) -> Iterator[str]:
+    """Yield a sentence on the means of the other calibrations, the best first."""
+    about, tasks = judgement.measure, judgement.tasks
+    others = {
+        variant: mean_on_tasks(run, about, tasks, variant).value
+        for variant in repairs_of(run)
+        if variant != judgement.after and all(value_on_task(run, about, task, variant).is_measured for task in tasks)
+    }
+    ranked = sorted(others, key=lambda variant: -about.sign * others[variant])
+    if ranked:
+        means = [f"{display_name(variant)} {format_value(others[variant], about.kind)}" for variant in ranked]
+        yield f"Other calibrations: {shorten_list(means, 3)}."
 
 
 def hide_run_path(run: DriftRun, text: str) -> str:
@@ -335,9 +441,24 @@ def _main_drift_source(run: DriftRun, variant: str) -> _DriftSource | None:
     if not by_layer:
         return None
     (layer, share), *others = by_layer.items()
+    leaders = _leaders_of_halves(run, variant)
     # Without an interval any other layer may carry as much.
-    rivals = tuple(run.layer_name(rival) for rival, other in others if not other.high < share.low)
+    rivals = tuple(run.layer_name(rival) for rival, other in others if not other.high < share.low or rival in leaders)
     return _DriftSource(layer, run.layer_name(layer), share, rivals)
+
+
+def _leaders_of_halves(run: DriftRun, variant: str) -> set[int]:
+    """Return the layer with the largest share of the final drift in each half of every task's samples."""
+    rows = run.samples(variant=variant)
+    rows = rows[rows["final_share"].notna()]
+    final = rows[rows["layer"] == rows["layer"].max()].set_index(["task", "sample_id"])["drift_l2"] ** 2
+    # A task's share is a mean of its samples' shares, weighted by their final drift.
+    energy = final.reindex(pd.MultiIndex.from_frame(rows[["task", "sample_id"]])).to_numpy(dtype=float)
+    rows = rows.assign(energy=energy, part=rows["final_share"].astype(float) * energy)
+    rows["half"] = rows.groupby(["task", "layer"]).cumcount() % 2
+    sums = rows.groupby(["half", "task", "layer"])[["part", "energy"]].sum()
+    means = (sums["part"] / sums["energy"]).groupby(["half", "layer"]).mean().dropna()
+    return {int(layers.idxmax()[1]) for _, layers in means.groupby("half")}
 
 
 @cache_on_run
@@ -436,6 +557,8 @@ def _headline_text_and_tone(run: DriftRun, judged: Verdict, closed: Interval) ->
     over_base, behind = judged.gap_between(last, "base"), judged.gap_between(judged.merged, "expert")
     repair = judged.gap_between(judged.after, judged.merged)
     of_drift = judged.measure.role == RELATIVE.role
+    if judged.bad_experts:
+        return _bad_experts_text(run, judged), "bad"
     if over_base is not None and over_base.side < 0:
         return _worse_than_base_text(judged, over_base, "Repaired, and still" if repair else ""), "bad"
     if repair is None:
@@ -456,6 +579,16 @@ def _headline_text_and_tone(run: DriftRun, judged: Verdict, closed: Interval) ->
     verb = "takes away" if of_drift else "closes"
     gain = "" if over_base is None or over_base.side else ", yet shows no clear gain over the base"
     return f"Repair {verb} {share} of the {target}{gain}", "mixed" if gain else "good"
+
+
+def _bad_experts_text(run: DriftRun, judged: Verdict) -> str:
+    """Return the headline of a run whose experts are below the base or near chance: no other number holds then."""
+    bad, about = judged.bad_experts, judged.measure
+    is_one, below = len(bad) == 1, [task for task in bad if _is_below_base(run, about, task)]
+    kinds = ["worse than its base" if is_one else "worse than the base"] * bool(below)
+    kinds += ["near chance"] * (len(below) < len(bad))
+    experts = f"expert of {bad[0]} is" if is_one else f"experts of {shorten_list(bad, 2)} are"
+    return f"Check prompt and labels first: the {experts} {' or '.join(kinds)}"
 
 
 def _worse_than_base_text(judged: Verdict, gap: ModelGap, still: str) -> str:

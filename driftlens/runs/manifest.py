@@ -209,6 +209,7 @@ class Manifest:
         phases: by name, in the order of the work.
         files: by path relative to the run directory.
         rewriting: new entries of files that are being replaced; either entry may be valid.
+        pinned: name of the calibration that headline, exhibits and cards show; empty for the best one.
         attached: scores measured by other tools: variant, file, its digest, tool, tasks; by variant and file.
         warnings: facts that may invalidate the numbers.
     """
@@ -248,6 +249,7 @@ class Manifest:
     phases: Mapping[str, PhaseInfo] = field(default_factory=dict)
     files: Mapping[str, FileInfo] = field(default_factory=dict)
     rewriting: Mapping[str, FileInfo] = field(default_factory=dict)
+    pinned: str = ""
     attached: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     notices: Sequence[str] = ()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -53,6 +54,12 @@ def calibration_name(variant: str) -> str | None:
     """Return the calibration name in `calibrated:NAME`; None for other variants and for controls."""
     part, _, name = variant.partition(":")
     return name if part == "calibrated" else None
+
+
+def next_free_name(stem: str, taken: Container[str]) -> str:
+    """Return the first unused name of `featcal`, `featcal-2`, and so on."""
+    numbered = (f"{stem}-{count}" for count in itertools.count(2))
+    return next(name for name in itertools.chain([stem], numbered) if name not in taken)
 
 
 def control_variant(name: str) -> str:

@@ -40,6 +40,7 @@ def merge_ranking_table(ranking: Mapping[str, Any]) -> Table:
     counts, tied = ranking["samples"], [row["merge"] for row in placed if row["is_tied"]]
     which = "that no method has read" if ranking["held_out"] else "without their labels"
     failed = [f"{row['merge']}: not made, as {row['reason']}" for row in ranking["merges"] if row["reason"]]
+    overlap = ranking.get("trained_on", "")
     nearer = [row["merge"] for row in placed if (row.get("nearer_low") or 0) > 0]
     notes = [
         f"{'; '.join(failed)}." if failed else "",
@@ -50,6 +51,7 @@ def merge_ranking_table(ranking: Mapping[str, Any]) -> Table:
         f"Clearly nearer to the experts than the present merge, {ranking['present']}: {', '.join(nearer)}."
         if nearer
         else "",
+        f"Unreliable: {overlap}. Compare on samples that no expert has seen." if overlap else "",
     ]
     return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(filter(None, notes)))
 

@@ -71,6 +71,18 @@ def test_an_expert_in_the_place_of_the_merge_is_told_and_may_be_named(models: li
     assert named.code == 0 and "kept" not in named.out, named.out
 
 
+def test_with_data_an_expert_in_the_place_of_the_merge_is_refused_after_the_roles(
+    world: World, models: list[str], tmp_path: Path, run_cli: Cli
+) -> None:
+    """What was taken as what is printed first, and no verdict advises against an expert."""
+    base, one, other, _ = models
+    data = (f"--data={world.data(world.tasks[0])}", "--out", tmp_path / "run")
+    done = run_cli("why", base, one, other, *data)
+    assert done.code == 2 and "looks like an expert" in done.message and not (tmp_path / "run").exists()
+    assert f"base: {base}" in done.out and f"merged model: {other}" in done.out and "Next" not in done.out
+    assert f"why {base} {one} TASK={other} --data" in done.hint
+
+
 def test_a_model_that_can_not_be_read_is_one_line_of_the_checklist(models: list[str], run_cli: Cli) -> None:
     done = run_cli("why", models[0], models[1], f"{models[2]}/config.json")
     assert done.code == 4 and "✗ merged model" in done.out and "expected a file of type" in done.out

@@ -28,7 +28,7 @@ from driftlens.experiment.merging import merge_study
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.merging.method import merge_by_name
 from driftlens.models.heads import Head
-from driftlens.pipelines import calibrate as job, model_selection
+from driftlens.pipelines import calibrate as job, evaluation, model_selection
 from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.calibration_plan import replace_parameters
@@ -452,6 +452,6 @@ def test_it_warns_where_experts_are_surer_of_these_samples(
         unsure = of.split != "calibration" and is_surer
         return rows + (rows.roll(1, dims=0) if unsure else 0) + 1e-3 * torch.arange(len(of))[:, None]
 
-    monkeypatch.setattr(job, "final_features", features)
-    told = job._training_overlap_notices(samples, study)
-    assert [text.startswith("experts were probably trained on") for text in told] == [True] * is_surer
+    monkeypatch.setattr(evaluation, "final_features", features)
+    told = evaluation.training_overlap_text(samples, study)
+    assert told.startswith("experts were probably trained on") if is_surer else not told

@@ -294,8 +294,8 @@ def _why(
         raise SpecError(
             f"{models[-1]}, taken as the merged model, looks like an expert: it holds almost nothing of "
             f"{', '.join(roles.experts)}",
-            hint=f"If it is one: driftlens why {given} --data ... Else write a spec with `driftlens init`, set `merged` "
-            "and run `driftlens analyze`.",
+            hint=f"If it is one: driftlens why {given} --data ... Else write a spec with `driftlens init`, set "
+            "`merged`, and run `driftlens analyze`.",
         )
     if data and not checklist.exit_code:
         drafted = draft_spec(roles, data, overrides or (), job.access)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import shlex
 import time
@@ -18,9 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 
 from driftlens.calibration.automatic import fold_ranges
@@ -28,7 +25,7 @@ from driftlens.calibration.calibrator import Calibrator, calibrators, require_ta
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import LazyTensors
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
-from driftlens.data.samples import SampleSet, select_samples
+from driftlens.data.samples import SampleSet
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import parameter_coverage
@@ -78,13 +75,11 @@ from driftlens.runs.run import (
     save_hint,
 )
 from driftlens.runs.writer import RunWriter, remove_tree
-from driftlens.utils.devices import to_float64
 from driftlens.utils.distributed import ALONE, JobContext, ProgressReporter
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import PathLike, parse_json, write_json_atomic
-from driftlens.utils.intervals import standard_error, t_quantile
 from driftlens.utils.registry import resolve_settings
-from driftlens.utils.variants import expert_name, next_free_name, task_of_expert
+from driftlens.utils.variants import next_free_name, task_of_expert
 
 # Name of an automatic choice until it is made, and of one that keeps a model unchanged.
 AUTO = "auto"
@@ -141,11 +136,9 @@ def calibrate(
         _require_free_name(request, opened, writer.manifest)
         job = _CalibrationJob(request, opened, writer, reporter, is_named=is_named)
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-
-            def _hint_if_started() -> str | bool:
-                return job.scratch.is_started and resume_hint(folder, job.plan.name, writer.manifest)
-
-            with with_resume_hint(_hint_if_started):
+            with with_resume_hint(
+                lambda: job.scratch.is_started and resume_hint(folder, job.plan.name, writer.manifest)
+            ):
                 job.solve_and_measure()
             if on_measured is not None and team.is_main_process:
                 on_measured(open_run(folder))
@@ -387,7 +380,8 @@ class _CalibrationJob:
 
         def _first_free_name() -> str:
             # An interrupted calibration has no entry yet, and may still be resumed.
-            begun = {name.removeprefix("calibrate-") for name in os.listdir(self.opened.folder / SCRATCH)}
+            scratch = self.opened.folder / SCRATCH
+            begun = {place.name.removeprefix("calibrate-") for place in scratch.glob("calibrate-*")}
             return next_free_name(stem, {*taken, *begun})
 
         return self.team.run_on_main(_first_free_name)

@@ -361,14 +361,17 @@ def _chance_of_bad_expert(run: DriftRun, about: Measure, task: str) -> float:
 
 
 def _other_repairs_sentence(run: DriftRun, judgement: Verdict) -> Iterator[str]:
-    """Yield a sentence on the means of the other calibrations, the best first."""
-    about, tasks = judgement.measure, judgement.tasks
+    """Yield sentences on the other calibrations: how the shown one compares with this one, and their means."""
+    about, tasks, best = judgement.measure, judgement.tasks, shown_repair(run)
     others = {
         variant: mean_on_tasks(run, about, tasks, variant).value
         for variant in repairs_of(run)
         if variant != judgement.after and all(value_on_task(run, about, task, variant).is_measured for task in tasks)
     }
     ranked = sorted(others, key=lambda variant: -about.sign * others[variant])
+    if best in others:
+        gap = _gap_between_models(run, about, tasks, (best, judgement.after))
+        yield f"{display_name(best)}, which the run shows: {_describe_gap(gap, judgement)}."
     if ranked:
         means = [f"{display_name(variant)} {format_value(others[variant], about.kind)}" for variant in ranked]
         yield f"Other calibrations: {shorten_list(means, 3)}."
@@ -458,7 +461,7 @@ def _leaders_of_halves(run: DriftRun, variant: str) -> set[int]:
     rows["half"] = rows.groupby(["task", "layer"]).cumcount() % 2
     sums = rows.groupby(["half", "task", "layer"])[["part", "energy"]].sum()
     means = (sums["part"] / sums["energy"]).groupby(["half", "layer"]).mean().dropna()
-    return {int(layers.idxmax()[1]) for _, layers in means.groupby("half")}
+    return {int(row.idxmax()) for _, row in means.unstack("layer").iterrows()}
 
 
 @cache_on_run

@@ -28,7 +28,7 @@ from driftlens.experiment.merging import merge_study
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.merging.method import merge_by_name
 from driftlens.models.heads import Head
-from driftlens.pipelines import calibrate as job, evaluation, model_selection
+from driftlens.pipelines import evaluation, model_selection
 from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.calibration_plan import replace_parameters

@@ -83,7 +83,7 @@ def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -
 def test_what_an_interval_does_not_say_is_not_claimed_and_repairs_are_next(folder: Path, low: float | None) -> None:
     compared(folder / "merges", row("average", 1, low), row("base", 2, 0.3))
     run = open_run(folder)
-    assert not of_merges(run) and verdict(run).command == f"driftlens calibrate {folder} --name best --auto"
+    assert not of_merges(run) and verdict(run).command == f"driftlens calibrate {folder} --auto"
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_files_for_others_name_the_folder_and_not_where_it_lies(manifest: Manife
     moved._frames |= run._frames
     found = verdict(moved)
     assert "calibrate '/home/somebody/my runs/first one' " in found.command
-    assert hide_run_path(moved, found.sentences[-1]) == "Next: `driftlens calibrate 'first one' --name best --auto`."
+    assert hide_run_path(moved, found.sentences[-1]) == "Next: `driftlens calibrate 'first one' --auto`."
 
 
 def test_a_named_calibration_is_judged_and_not_called_the_newest(manifest: Manifest) -> None:

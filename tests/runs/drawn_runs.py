@@ -90,6 +90,17 @@ def interval(
     return (value - math.sqrt(down)) / len(tasks), (value + math.sqrt(up)) / len(tasks)
 
 
+def best_repair(right: Right, n: int, *, stored: bool = False) -> str:
+    """The calibration that stands for the run: clearly better than the merge, then by its mean, then the newest."""
+    tasks, models = (list(dict.fromkeys(key[at] for key in right)) for at in (0, 1))
+
+    def rank(model: str) -> tuple[int, int]:
+        low, high = interval(right, n, (model, "merged"), tasks, stored=stored)
+        return (low > 0) - (high < 0), sum(right[task, model] for task in tasks)
+
+    return max([name for name in reversed(models) if name.startswith("calibrated:")], key=rank, default="")
+
+
 @st.composite
 def tables(draw: st.DrawFn, most_tasks: int = 3) -> tuple[dict[tuple[str, str], int], int]:
     models = ["expert", "merged"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,14 @@ import pytest
 from hypothesis import assume, example, given
 
 from driftlens.results.formatting import keep_units_together, typeset_signs
-from driftlens.results.verdict import headline, headline_sentence
+from driftlens.results.verdict import headline, headline_sentence, shown_repair, verdict
 from driftlens.runs.manifest import Manifest, read_manifest
-from driftlens.runs.run import open_run
+from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.intervals import Interval, interval_ratio
+from driftlens.utils.variants import display_name
 from driftlens_reports.content import ReportHeadline
 from driftlens_reports.formats.page import headline_html
-from tests.runs.drawn_runs import CAL, Right, interval, run_of, tables
+from tests.runs.drawn_runs import CAL, OTHER, Right, best_repair, interval, run_of, tables
 from tests.runs.full_run import write_run
 
 
@@ -35,7 +37,8 @@ def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made:
     run = run_of(manifest, right, n, {})
     found, tasks = headline(run), run.tasks
     models = {model for _, model in right}
-    last = CAL if CAL in models else "merged"
+    repair = best_repair(right, n)
+    last = repair or "merged"
 
     def side(variant: str, against: str, of: Sequence[str] = tasks) -> int:
         if not {variant, against} <= models:
@@ -44,6 +47,9 @@ def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made:
         assume(min(abs(low), abs(high)) > 1e-9)
         return (low > 0) - (high < 0)
 
+    if any(side("expert", "base", [task]) < 0 for task in tasks):
+        assert found.tone == "bad" and found.text.startswith("Check prompt and labels first: the expert")
+        return
     below = side(last, "base") < 0
     assert ("worse than its base" in found.text.lower()) == below
     if below:
@@ -51,8 +57,8 @@ def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made:
         better = [task for task in tasks if side(last, "base", [task]) > 0]
         assert ("don't use it" in found.text) == (not better)
         return
-    if CAL in models and "merged" in models:
-        moved = side(CAL, "merged")
+    if repair and "merged" in models:
+        moved = side(repair, "merged")
         is_behind = side("merged", "expert") < 0
         assert (found.tone == "bad") == (moved < 0)
         # Of a gap as uncertain as it is large no share can be told, though it is there.
@@ -67,7 +73,7 @@ def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made:
         if "Repair closes" in found.text and "base" in models:
             assert ("no clear gain over the base" in found.text) == (side(last, "base") == 0)
         if math.isfinite(found.closed.value) and math.isfinite(found.closed.low):
-            low, high = interval(right, n, (CAL, "merged"), tasks, stored=False)
+            low, high = interval(right, n, (repair, "merged"), tasks, stored=False)
             assert (found.closed.low > 0, found.closed.high < 0) == (low > 0, high < 0)
     else:
         assert found.tone != "bad"
@@ -103,6 +109,47 @@ def test_a_merge_looks_like_what_it_is(manifest: Manifest, name: str, tone: str,
     assert [*found.tiles] == [model for model in ("base", "merged", CAL, "expert") if model in RIGHT[name]]
     html = str(headline_html(ReportHeadline.model_validate(found)))
     assert f'class="headline {tone}"' in html and html.count('class="tile"') == len(found.tiles)
+
+
+@pytest.mark.parametrize(
+    ("mine", "newest", "pinned", "shown"),
+    [(400, 350, "", OTHER), (350, 400, "", CAL), (400, 350, "cal", CAL), (400, 350, "gone", OTHER)],
+)
+def test_the_best_calibration_has_the_headline_unless_another_is_pinned(
+    manifest: Manifest, mine: int, newest: int, pinned: str, shown: str
+) -> None:
+    """Not the newest: one more press of a button must not make a run look worse."""
+    scores = {"base": 300, "merged": 330, OTHER: mine, CAL: newest, "expert": 450}
+    right = {(f"t{task}", model): k for task in range(4) for model, k in scores.items()}
+    run = run_of(dataclasses.replace(manifest, pinned=pinned), right, 500, {})
+    assert shown_repair(run) == shown and shown in headline(run).tiles
+    text = "\n".join(verdict(run).sentences)
+    assert ("(pinned)" in text) == (pinned == "cal") and ("(best of 2 calibrations" in text) == (pinned != "cal")
+    other = CAL if shown == OTHER else OTHER
+    assert f"Other calibrations: {display_name(other)} {scores[other] / 5:.1f} %." in text
+    assert f"{display_name(shown)}, which the run shows: " in "\n".join(verdict(run, display_name(other)).sentences)
+
+
+def test_a_repair_that_must_know_the_task_comes_after_one_that_need_not(manifest: Manifest) -> None:
+    scores = {"base": 300, "merged": 330, OTHER: 400, CAL: 420, "expert": 450}
+    right = {(f"t{task}", model): k for task in range(4) for model, k in scores.items()}
+    run = run_of(manifest, right, 500, {})
+    known = dict(run.manifest.calibrations)
+    known["cal"] = dataclasses.replace(known["cal"], attached=9)
+    other = DriftRun(run.path, dataclasses.replace(run.manifest, calibrations=known))
+    other._frames |= run._frames
+    assert (shown_repair(run), shown_repair(other)) == (CAL, OTHER)
+
+
+@pytest.mark.parametrize(("right", "is_near"), [(170, True), (260, False)])
+def test_an_expert_near_chance_is_the_headline(manifest: Manifest, right: int, is_near: bool) -> None:
+    """With three classes, 34 % of 500 may be guessed; 52 % is not."""
+    scores = {"base": 150, "merged": 150, "expert": right}
+    known = dataclasses.replace(manifest, classes={"t0": ("a", "b", "c")})
+    run = run_of(known, {("t0", model): k for model, k in scores.items()}, 500, {})
+    assert (headline(run).text == "Check prompt and labels first: the expert of t0 is near chance") == is_near
+    said = "Experts not clearly above chance: t0 (34.0 %, chance 33.3 %)." in verdict(run).sentences
+    assert said == is_near and (verdict(run).command.split()[1] == "validate") == is_near
 
 
 def test_tasks_that_are_still_to_come_are_counted(manifest: Manifest) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,32 @@ def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -
     assert json.loads(sets["merge"]) == {"method": "ties", "scaling": 0.4} and sets["merged"] == "null"
     assert command[-2:] == ["--out", f"{folder}-ties"]
     assert verify_files(folder).ok
+
+
+def test_ties_are_named_and_a_ranking_on_training_samples_is_not_followed(folder: Path) -> None:
+    rows = row("average", 1, 0.4), row("ties", 2, 0.3) | {"is_tied": True}, row("iso_c", 3, 0.2)
+    compared(folder / "merges", *rows)
+    run = open_run(folder)
+    assert "Not clearly farther: ties." in verdict(run).sentences and verdict(run).command.endswith("-average")
+    shutil.rmtree(folder / "merges")
+    overlap = "experts were probably trained on the calibration samples: mean confidence 99.0 %, 90.0 %"
+    compared(folder / "merges", *rows, trained_on=overlap)
+    run = open_run(folder)
+    assert of_merges(run) == [] and f"The ranking of merges is unreliable: {overlap}." in verdict(run).sentences
+    assert verdict(run).command == f"driftlens calibrate {folder} --auto"
+
+
+@pytest.mark.parametrize(("distance", "is_advised"), [(0.3, False), (0.5, True)])
+def test_no_merge_is_advised_that_is_farther_than_the_repaired_model(
+    folder: Path, distance: float, is_advised: bool
+) -> None:
+    """Both held-out distances: 0.4 of the merge."""
+    compared(folder / "merges", row("average", 1, 0.4) | {"hellinger": 0.4})
+    choice = {"choice": "residual", "judged_by": "hellinger", "compared": [{"name": "residual", "score": distance}]}
+    with RunWriter.resume(folder) as writer:
+        (info,) = writer.manifest.calibrations.values()
+        writer.update_manifest(calibrations={"featcal": replace(info, automatic=True, selection=choice)})
+    assert ("-average" in verdict(open_run(folder)).command) == is_advised
 
 
 @pytest.mark.parametrize("low", few([-0.01, 0.0, None], [0.0]))

@@ -245,7 +245,7 @@ def _compare(
         str | None, typer.Option(help="Variant of A; default: merged, or with B all shared ones.")
     ] = None,
     after: Annotated[
-        str | None, typer.Option(help="Variant of B; default: as --before, or without B the last calibration.")
+        str | None, typer.Option(help="Variant of B; default: as --before, or without B the shown calibration.")
     ] = None,
     tolerance: Annotated[
         float | None,

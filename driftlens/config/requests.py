@@ -410,7 +410,7 @@ class ExhibitRequest(Request, title="export"):
     )
     task: str | None = _option_field("Task of single-task exhibits; default: median gain (intro) or largest drift.")
     calibrated: str | tuple[str, ...] | None = _option_field(
-        "Comma-separated calibrations; default: the last one (tables: all).", read=str, is_list=False
+        "Comma-separated calibrations; default: the shown one, best or pinned (tables: all).", read=str, is_list=False
     )
     tasks: tuple[str, ...] | None = _option_field("Comma-separated tasks.", read=split_names, is_list=False)
     names: dict[str, str] = _option_field(

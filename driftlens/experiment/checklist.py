@@ -26,6 +26,7 @@ from driftlens.checkpoints.tensor_sources import StateSource, TensorHeader, coun
 from driftlens.experiment.sanity_checks import (
     COMPUTED_SETTINGS,
     LONG,
+    MUCH_UNEXPLAINED,
     READ_CHUNK,
     ROUNDING,
     Finding,
@@ -217,14 +218,27 @@ def check_merge_files(
             checklist.interference = _interference(statistics)
             checklist.findings += _check_interference(checklist.interference)
         if "merged" in products.names and products.experts:
-            fit = check_merge_fit(products, "merged")
-            checklist.findings.append(fit)
+            checklist.findings.append(check_merge_fit(products, "merged"))
             checklist.kept = _kept_by_layer(statistics) if "base" in products.names else {}
-            wholes = [layers["all layers"] for layers in checklist.kept.values() if layers]
-            # DARE leaves as much unexplained, but keeps the experts' changes; task vectors of one base share little.
-            checklist.is_like_expert = fit.level != "ok" and bool(wholes) and fmean(wholes) < _LOST
             checklist.findings += _check_kept(checklist.kept, statistics) if checklist.kept else ()
+            checklist.is_like_expert = bool(checklist.kept) and _is_like_expert(checklist.kept, statistics)
+            if checklist.is_like_expert:
+                text = "the merged model holds almost nothing of the experts: it looks like an expert itself"
+                hint = "If the last model is an expert, too, write TASK=MODEL."
+                checklist.findings.append(Finding("problem", "roles", text, hint))
     return checklist
+
+
+def _is_like_expert(kept: Mapping[str, Mapping[str, float]], statistics: _Statistics) -> bool:
+    """Return True if a merged model differs from the base, but not by the experts' changes."""
+    wholes = [layers["all layers"] for layers in kept.values() if layers]
+    merged, experts = statistics.names.index("merged"), [*statistics.expert_positions.values()]
+    total = statistics.sum_over(statistics.grams)
+    cross, energy = total[experts, merged], float(total[merged, merged])
+    fit = torch.linalg.lstsq(total[experts][:, experts], cross[:, None], rcond=1e-8, driver="gelsd")
+    is_other = float(cross @ fit.solution[:, 0]) < (1 - MUCH_UNEXPLAINED) * energy
+    # DARE leaves as much unexplained, but keeps the experts' changes; task vectors of one base share little.
+    return bool(wholes) and energy > ROUNDING * float(total[0, 0]) and is_other and fmean(wholes) < _LOST
 
 
 def _with_names_of(base: StateSource, source: StateSource) -> StateSource:

@@ -24,11 +24,12 @@ from driftlens.results.measures import (
     value_on_task,
     variant_score,
 )
+from driftlens.results.verdict import repairs_of, shown_repair
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens.utils.files import PathLike
 from driftlens.utils.intervals import Interval, MeanChange, PairedChange, mean_over_tasks
-from driftlens.utils.variants import ACCURACY, expert_name, metric_by_name, metrics_title, variant_kind
+from driftlens.utils.variants import ACCURACY, expert_name, metric_by_name, metrics_title
 
 
 @dataclass(frozen=True)
@@ -158,13 +159,13 @@ def _choose_variant_pairs(
 ) -> tuple[tuple[str, str], ...]:
     if within:
         before = before or "merged"
-        repairs = [variant for variant in run_before.variants if variant_kind(variant) == "calibrated"]
+        repairs = repairs_of(run_before)
         if not after and not repairs:
             raise DataError(
                 f"the run {run_before.name!r} has no calibrated variant to compare with",
                 hint="`driftlens calibrate` adds one; or name two variants: `before` and `after`.",
             )
-        after = after or repairs[-1]
+        after = after or shown_repair(run_before)
     elif before is None and after is None:
         shared = [variant for variant in run_before.variants if variant in run_after.variants]
         if not shared:

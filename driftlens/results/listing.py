@@ -17,11 +17,11 @@ from driftlens.results.measures import (
     mean_on_tasks,
     value_on_task,
 )
+from driftlens.results.verdict import shown_repair
 from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, Manifest
 from driftlens.runs.run import DriftRun, current_state, has_live_modules, open_run, unfinished_work
 from driftlens.utils.errors import DriftLensError, RunError
 from driftlens.utils.files import PathLike
-from driftlens.utils.variants import variant_kind
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class RunSummary:
         state: see `current_state`; "unreadable" with a `problem`.
         final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
         merge: method that made the merged model; empty if the run was given it.
-        scores: means of base, merged model, last calibration and experts, by variant; empty if metrics differ in kind.
-        relative: mean relative final drift of the last calibration, else of the merged model; NaN if not measured.
+        scores: means of base, merged model, shown calibration and experts, by variant; empty if metrics differ in kind.
+        relative: mean relative final drift of the shown calibration, else of the merged model; NaN if not measured.
         bytes: size of the files that the manifest lists.
         left: see `unfinished_work`.
     """
@@ -107,9 +107,8 @@ def _drift_and_score_fields(run: DriftRun) -> dict[str, Any]:
     """Return final drift, mean scores and relative drift for the summary of a run."""
     if not run.manifest.layers:
         return {}
-    repairs = [name for name in run.variants if variant_kind(name) == "calibrated"][-1:]
-    shown = [*(name for name in ("base", "merged") if name in run.variants), *repairs]
     try:
+        shown = [*(name for name in ("base", "merged") if name in run.variants), *filter(None, [shown_repair(run)])]
         last = [value_on_task(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks]
         drifts = {task: value_on_task(run, DRIFT, task, "merged") for task in run.tasks if "merged" in shown}
         scores = _mean_score_by_variant(run, [*shown, "expert"])

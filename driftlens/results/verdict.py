@@ -460,8 +460,8 @@ def _leaders_of_halves(run: DriftRun, variant: str) -> set[int]:
     rows = rows.assign(energy=energy, part=rows["final_share"].astype(float) * energy)
     rows["half"] = rows.groupby(["task", "layer"]).cumcount() % 2
     sums = rows.groupby(["half", "task", "layer"])[["part", "energy"]].sum()
-    means = (sums["part"] / sums["energy"]).groupby(["half", "layer"]).mean().dropna()
-    return {int(row.idxmax()) for _, row in means.unstack("layer").iterrows()}
+    means = (sums["part"] / sums["energy"]).groupby(["half", "layer"]).mean().unstack("layer").fillna(-math.inf)
+    return {*means.columns.to_numpy()[means.to_numpy().argmax(axis=1)].tolist()} if len(means) else set()
 
 
 @cache_on_run

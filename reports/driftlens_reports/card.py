@@ -47,7 +47,7 @@ def save_summary_image(run: DriftRun | PathLike, out: pathlib.Path | None = None
     Args:
         run: a run or its directory.
         out: the PNG to write; `card.png` in the run's `reports` if None.
-        name: the calibration to show; the newest if empty.
+        name: the calibration to show; the best or pinned one if empty.
 
     Returns:
         The path of the picture.

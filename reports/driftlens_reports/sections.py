@@ -312,12 +312,12 @@ def _measure_changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[
 
 
 def report_verdict(run: DriftRun) -> ReportVerdict:
-    """Return the verdict on the merged model and the newest calibration of a run."""
+    """Return the verdict on the merged model and the shown calibration of a run."""
     judged = verdict(run)
     control = control_variant(judged.after.partition(":")[2]) if judged.after else None
     compared = judged.merged or None, control if control in run.variants else None, judged.after or None
-    newest = judged.after or judged.merged
-    drifts = {task: drift for task in run.tasks if (drift := value_on_task(run, RELATIVE, task, newest)).is_measured}
+    last = judged.after or judged.merged
+    drifts = {task: drift for task in run.tasks if (drift := value_on_task(run, RELATIVE, task, last)).is_measured}
     furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
     ends: dict[str, Status] = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
     return ReportVerdict(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.merging.method import merge_methods
+from driftlens.pipelines import compare_merges
 from driftlens.results.verdict import recommend_command
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify_files
@@ -208,7 +209,18 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
         assert row["behind_low"] <= row["behind"] == pytest.approx(row["disagreement"] - placed[0]["disagreement"])
         assert row["is_tied"] is (row["behind_low"] <= 0)
     kinds = {file.suffix for file in out.iterdir() if file.is_file()}
-    assert kinds == {".csv", ".json"}
+    assert kinds == {".csv", ".json"} and document["trained_on"] == ""
+
+
+def test_a_ranking_on_samples_that_experts_were_trained_on_says_so(
+    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_spec(spec_file, world.spec())
+    monkeypatch.setattr(compare_merges, "training_overlap_text", lambda *_: "experts were probably trained on them")
+    out = tmp_path / "compared"
+    done = run_cli("merge", spec_file, "--compare", "average", "--out", out)
+    assert "Unreliable: experts were probably trained on them. Compare on samples that no expert has seen." in done.out
+    assert json.loads((out / "merges.json").read_text())["trained_on"] == "experts were probably trained on them"
 
 
 @pytest.mark.slow

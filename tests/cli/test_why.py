@@ -71,6 +71,11 @@ def test_an_expert_in_the_place_of_the_merge_is_told_and_may_be_named(models: li
     assert named.code == 0 and "kept" not in named.out, named.out
 
 
+def test_a_merge_that_equals_the_base_is_no_expert(models: list[str], run_cli: Cli) -> None:
+    done = json.loads(run_cli("why", *models[:-1], f"{models[0]}/.", "--json").out)
+    assert not done["is_like_expert"] and done["kept"]
+
+
 def test_with_data_an_expert_in_the_place_of_the_merge_is_refused_after_the_roles(
     world: World, models: list[str], tmp_path: Path, run_cli: Cli
 ) -> None:

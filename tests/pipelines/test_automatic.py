@@ -44,7 +44,7 @@ from driftlens.pipelines.model_selection import (
 )
 from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.results.verdict import verdict
-from driftlens.runs.manifest import CANDIDATE, EVENTS
+from driftlens.runs.manifest import CANDIDATE, EVENTS, calibration_marker
 from driftlens.runs.run import DriftRun
 from driftlens.utils.distributed import JobContext, ProgressReporter
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError
@@ -432,6 +432,12 @@ def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
     info = run.manifest.calibrations[NAME]
     assert info.selection["choice"] == "residual views=7" and info.views == dict.fromkeys(TASKS, "auto:7")
     assert info.samples == dict.fromkeys(TASKS, COUNT) and info.settings["mu"] == 0.9
+    # Without a name, it has that of the method that was chosen; the interrupted one of that name is left alone.
+    begun = folder / calibration_marker("residual")
+    begun.parent.mkdir(parents=True)
+    begun.write_text("{}")
+    unnamed = calibrate(folder, request("", layers=[2], attribution=False, auto=True, method="residual"))
+    assert [*unnamed.manifest.calibrations][-1] == "residual-2" and begun.is_file()
     asked = request("hand", method="residual", parameters=info.selection["chosen"], views=7, layers=[2])
     calibrate(folder, asked.with_changes(interpolate=info.interpolation["share"], attribution=False))
     weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]

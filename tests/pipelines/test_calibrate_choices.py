@@ -57,6 +57,14 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 
+def test_a_calibration_without_a_name_is_called_after_its_method(folder: Path) -> None:
+    asked = CalibrationRequest(layers=[2], attribution=False)
+    for _ in range(2):
+        run = calibrate(folder, asked)
+    assert [*run.manifest.calibrations][-2:] == ["featcal", "featcal-2"]
+    assert [*calibrate(folder, asked.with_changes(replace=True)).manifest.calibrations][-1] == "featcal"
+
+
 @pytest.mark.parametrize("asked", [{"layers": [2]}, {"sites": ["*attn*"]}])
 def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: dict[str, Any]) -> None:
     """It would train in its own all the same; what the spec says of another method's sites is not asked of it."""

@@ -8,9 +8,10 @@ from typing import Any
 import streamlit as st
 
 from driftlens.results.compare import Comparison, compare, comparison_table
+from driftlens.results.verdict import shown_repair
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
-from driftlens.utils.variants import display_name, variant_kind
+from driftlens.utils.variants import display_name
 from driftlens_app.job_panel import show_repair_link
 from driftlens_app.job_requests import merge_comparisons
 from driftlens_app.run_cache import open_cached_run, run_cache_key, run_folder, run_ids
@@ -90,8 +91,7 @@ def _select_variant_pair(first: DriftRun, second: DriftRun) -> tuple[str, str] |
     starts = sorted(first.variants, key=lambda name: name != "merged")
     before = st.selectbox("Before", starts, format_func=display_name, key="before", bind="query-params", width=220)
     ends = [name for name in second.variants if not (within and name == before)]
-    calibrated = [name for name in reversed(ends) if variant_kind(name) == "calibrated"]
-    first_choice = calibrated[:1] if within else [before]
+    first_choice = [shown_repair(first)] if within else [before]
     ends = sorted(ends, key=lambda name: name not in first_choice)
     after = st.selectbox("After", ends, format_func=display_name, key="after", bind="query-params", width=220)
     return before, after

@@ -82,11 +82,11 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
     shares = {name: NumberColumn(format=_PERCENT) for name in _MODELS}
     columns = {
         **shares,
-        "calibrated": NumberColumn("last calibration", format=_PERCENT, help="Score of the newest calibration."),
+        "calibrated": NumberColumn("calibration", format=_PERCENT, help="Score of the best or pinned calibration."),
         "relative drift": NumberColumn(
-            "drift of the last",
+            "its drift",
             format=_PERCENT,
-            help="Relative drift of the final feature, mean over tasks, of the newest calibration or the merged model.",
+            help="Relative drift of the final feature, mean over tasks, of that calibration or the merged model.",
         ),
     }
     modes: dict[str, Any] = {

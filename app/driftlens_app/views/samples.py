@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.results.measures import sample_outcomes
-from driftlens.results.verdict import verdict
+from driftlens.results.verdict import shown_repair, verdict
 from driftlens.utils.variants import calibration_name, display_name
 from driftlens_app.job_panel import offer_attribution, show_repair_link
 from driftlens_app.sample_explorer import show_explorer, show_explorer_download
@@ -79,7 +79,8 @@ def _show_answers(chosen: Selection) -> None:
     shown = _answers_by_model(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
     repaired = [name for name in chosen_variants(chosen.run, chosen.options()) if calibration_name(name)]
     if merged := verdict(chosen.run).merged:
-        outcomes = sample_outcomes(chosen.run, task, merged, repaired[-1] if repaired else "")["outcome"]
+        last = max(repaired, key=lambda name: name == shown_repair(chosen.run), default="")
+        outcomes = sample_outcomes(chosen.run, task, merged, last)["outcome"]
         if shown["sample"].isin(outcomes.index).any():
             shown.insert(1, "outcome", shown["sample"].map(outcomes))
     show_table(shown.head(_MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")

@@ -35,7 +35,7 @@ from driftlens.results.projection import (
     project,
     stratified_subset,
 )
-from driftlens.results.verdict import headline, verdict
+from driftlens.results.verdict import headline, shown_repair, verdict
 from driftlens.runs.manifest import THUMB_SIDE
 from driftlens.runs.run import DriftRun, current_state, open_run
 from driftlens.runs.schema import CALIBRATE
@@ -377,7 +377,7 @@ def _sample_columns(
     confidence = np.full((len(stages), total), math.nan)
     margin = np.full(total, math.nan)
     by_layer = {name: np.full((len(stages), len(layers), total), math.nan) for name in _BY_LAYER}
-    became = {stage: np.full(total, -1) for stage in _calibrated_variants(stages)}
+    became = {stage: np.full(total, -1) for stage in _calibrated_variants(run, stages)}
     for part in shown:
         labels = labels_by_sample(run, part.task)
         _write_sample_values(
@@ -417,9 +417,10 @@ def _sample_columns(
     return columns, [*words]
 
 
-def _calibrated_variants(stages: Sequence[str]) -> list[str]:
-    """Return the calibrated variants, newest first; `[""]` for a run without any."""
-    return [name for name in reversed(stages) if variant_kind(name) == "calibrated"] or [""]
+def _calibrated_variants(run: DriftRun, stages: Sequence[str]) -> list[str]:
+    """Return the calibrated variants, the shown one first, then the newest; `[""]` for a run without any."""
+    repairs = [name for name in reversed(stages) if variant_kind(name) == "calibrated"]
+    return sorted(repairs, key=lambda name: name != shown_repair(run)) or [""]
 
 
 def _write_sample_values(column: Array, shown: _TaskSamples, values: pd.Series[Any]) -> None:

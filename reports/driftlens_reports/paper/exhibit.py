@@ -21,7 +21,7 @@ import pandas as pd
 from driftlens.config.requests import ExhibitRequest
 from driftlens.results.formatting import strip_control_chars
 from driftlens.results.measures import RELATIVE, SCORE, change_on_task
-from driftlens.results.verdict import caveat_sentences
+from driftlens.results.verdict import caveat_sentences, shown_repair
 from driftlens.runs.manifest import SPEC, package_versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
@@ -114,9 +114,9 @@ class ExhibitOptions(ExhibitRequest):
         return self.task_of(run)
 
     def calibrated_of(self, run: DriftRun) -> tuple[str, ...]:
-        """Return the calibrated variants to show: the requested ones, or the last one of the run."""
+        """Return the calibrated variants to show: the requested ones, or the one that the run shows."""
         if self.calibrated is None:
-            return tuple(name for name in run.variants if variant_kind(name) == "calibrated")[-1:]
+            return tuple(filter(None, [shown_repair(run)]))
         names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
         # Names are accepted with and without `calibrated:`.
         whole = (calibrated_variant(name) if calibrated_variant(name) in run.variants else name for name in names)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator, calibrators, preset_settings
+from driftlens.calibration.featcal import relative_change
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import (
     CastSource,
@@ -389,6 +390,8 @@ def save_variants(
     keys = [(index, name) for index, layer in solution.layers.items() for name in layer.updates]
     # Read on demand: the solution of all layers together may exceed memory.
     updates = LazyTensors(dict.fromkeys(keys), lambda key: solution.layers[key[0]].updates[key[1]])
+    # Of the saved weights: interpolation shortens what was solved.
+    moves: dict[tuple[int, str], float | None] = {}
     for variant in plan.variants:
         is_control = variant == plan.control
         parameters: Mapping[ParameterKey, Tensor] = updates
@@ -399,6 +402,7 @@ def save_variants(
         # The control stays the anchor itself.
         if not is_control and plan.interpolation:
             source = InterpolatedSource(pool.source("base"), source, plan.interpolation["share"])
+            moves = _weight_changes(pool.chain, merged, source, solution)
         metadata = _weights_metadata(variant, info)
         with writer.file(calibrated_weights_file(plan.name, control=is_control)) as path:
             save_model(models.architecture, models.save_template, source, path, metadata=metadata)
@@ -408,6 +412,7 @@ def save_variants(
     rows = [
         {"name": plan.name, "layer": layer}
         | {key: value for key, value in vars(report).items() if key in CALIBRATION.names}
+        | ({"weight_change": moves[layer, report.site]} if (layer, report.site) in moves else {})
         for layer, report in solution.site_reports
     ]
     if rows:
@@ -435,6 +440,23 @@ def save_variants(
 
     with writer.file(_calibration_config_file(plan.name)) as path:
         path.write_text(to_yaml(config), encoding="utf-8")
+
+
+def _weight_changes(
+    chain: LayerChain, merged: StateSource, saved: StateSource, solution: CalibrationSolution
+) -> dict[tuple[int, str], float | None]:
+    """Return |dW|_F / |W|_F of the saved against the merged weights, by layer index and solved module."""
+    changes = {}
+    for index, report in solution.site_reports:
+        layer = chain.layers[index - 1]
+        start = f"{layer.path}." if layer.role == "block" else ""
+        own = {f"{start}{name}" if start else slot.key: slot for name, slot in layer.parameters.items()}
+        parts = ("weight",) if report.kind == "linear" else ("weight", "bias")
+        slots = [own[key] for part in parts if (key := f"{report.site}.{part}") in own]
+        pairs = [[source.read(slot.key, slot.rows).double().flatten() for slot in slots] for source in (saved, merged)]
+        if slots:
+            changes[index, report.site] = relative_change(*(torch.cat(values) for values in pairs))
+    return changes
 
 
 def with_saved_results(info: CalibrationInfo, run: pathlib.Path, name: str) -> CalibrationInfo:

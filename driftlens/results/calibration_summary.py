@@ -236,17 +236,21 @@ def _weight_change_table(run: DriftRun, name: str) -> Table:
     """Return the solved modules with the largest relative weight changes."""
     rows = run.calibration(name)
     rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
-    before = rows["objective_before"].astype(float)
-    # An objective of 0 before has no ratio; NaN is shown as a gap.
-    rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
-    return Table.of(
-        f"weight-moves-{name}",
-        f"{display_name(calibrated_variant(name))}: largest weight moves",
-        {"module": "text", "layer": "count", "weight change": "share", "objective left": "share"},
-        rows[["site", "layer", "weight_change", "left"]].head(_MOST_MOVES).to_numpy(dtype=object).tolist(),
-        "Change relative to the norm of the weights; objective relative to before, on calibration samples (100 %: "
-        "unchanged).",
+    kinds: dict[str, Kind] = {"module": "text", "layer": "count", "weight change": "share"}
+    columns, note = (
+        ["site", "layer", "weight_change"],
+        "Change of the saved weights relative to the norm of the merged.",
     )
+    # The objective was measured of the solved weights, which are saved as they are only without interpolation.
+    if run.calibration_info(name).interpolation.get("share", 1) == 1:
+        before = rows["objective_before"].astype(float)
+        # An objective of 0 before has no ratio; NaN is shown as a gap.
+        rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
+        columns, kinds = [*columns, "left"], kinds | {"objective left": "share"}
+        note += " Objective relative to before, on calibration samples (100 %: unchanged)."
+    title = f"{display_name(calibrated_variant(name))}: largest weight moves"
+    moves = rows[columns].head(_MOST_MOVES).to_numpy(dtype=object).tolist()
+    return Table.of(f"weight-moves-{name}", title, kinds, moves, note)
 
 
 def auto_choice_sentences(run: DriftRun, name: str) -> list[str]:
@@ -313,7 +317,12 @@ def _model_selection_sentences(record: Mapping[str, Any]) -> list[str]:
         text = f"the base was chosen, which {advantage}, and nothing was clearly better"
     else:
         text = f"{choice['title']} was chosen, which {_describe_advantage(choice, criterion, interval)}"
-    numbers = [f"{entry['title']} {_format_candidate_score(entry)}" for entry in candidates.values()]
+    numbers = [
+        f"{entry['title']} {_format_candidate_score(entry)}"
+        # Differences are to the merged model's score on the candidate's own samples.
+        + (f" [{pluralize(entry['n'], 'sample')}]" if entry.get("n", choice["n"]) != choice["n"] else "")
+        for entry in candidates.values()
+    ]
     advice = "Advice: don't use the merge; the base is as near to the experts."
     return [
         f"On held-out calibration samples {text}; {pluralize(record['num_calibrations'], 'calibration')} tried in "

@@ -13,7 +13,7 @@ import driftlens as dl
 from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource
 from driftlens.experiment.model_card import calibration_command
 from driftlens.pipelines.calibrate import calibrate, prepare_calibration
-from driftlens.results.calibration_summary import auto_choice_sentences
+from driftlens.results.calibration_summary import auto_choice_sentences, calibration_effect_tables
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError, SpecError
 from tests.pipelines.calibrating import copied, request
@@ -99,6 +99,17 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(roomy: DriftRun, world:
         torch.testing.assert_close(value, (base[key] + whole[key]) / 2)
     moved = [key for key, value in whole.items() if not torch.equal(value, base[key])]
     assert {"visual.proj", "visual.conv1.weight"} <= {*moved}  # not what was solved for alone
+    # The card tells the moves of the file that is there, not of what was solved for before the interpolation.
+    merged = load_file(folder / "models/merged.safetensors")
+    log = run.calibration("shrunk").set_index("site")["weight_change"]
+    key = "visual.transformer.resblocks.0.mlp.c_fc.weight"
+    for name, other in (("shrunk", shrunk), ("whole", whole)):
+        moved_by = float((other[key] - merged[key]).norm() / merged[key].norm())
+        told = run.calibration(name).set_index("site")["weight_change"]["transformer.resblocks.0.mlp.c_fc"]
+        assert told == pytest.approx(moved_by, rel=1e-5)
+    assert log.notna().all() and len(log) == len(run.calibration("whole"))
+    sheets = {sheet.name: sheet for sheet in calibration_effect_tables(run, "shrunk")}
+    assert "objective left" not in sheets["weight-moves-shrunk"].column_formats
     info = run.manifest.calibrations["shrunk"]
     assert info.interpolation == {"asked": 0.5, "share": 0.5}
     assert "--interpolate=0.5" in calibration_command("shrunk", info)

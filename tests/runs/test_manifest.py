@@ -39,6 +39,7 @@ def filled(full: DriftRun) -> Manifest:
         merge={"method": "task_arithmetic", "parameters": {"scaling": 0.3}},
         changes={"expert:cars": {"dtype": "bfloat16", "entries": 4, "changed": 2, "lost": 1}},
         attached={"merged results.json": {"variant": "merged", "tasks": ["mmlu"]}},
+        pinned="featcal",
         unfinished=("merged",),
         rewriting={"tables/layers.parquet": full.manifest.files["tables/layers.parquet"]},
         warnings=("cars: a warning",),

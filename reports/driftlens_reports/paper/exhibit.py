@@ -28,7 +28,7 @@ from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import DataError, SpecError
 from driftlens.utils.files import PathLike, atomic_path
 from driftlens.utils.registry import Registry
-from driftlens.utils.variants import calibrated_variant, display_name as plain_title, variant_kind
+from driftlens.utils.variants import calibrated_variant, display_name as plain_title
 from driftlens_reports.charts.picking import ChartOptions, chosen_tasks, require_known_name, worst_task
 from driftlens_reports.charts.words import count_range, split_overlap_notes, use_display_names
 

@@ -28,8 +28,8 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
     monkeypatch.setattr("driftlens.demo.spec_file", lambda _: spec)
     result = run_cli("demo", "--suite", "image", "--out", tmp_path / "demo")
     assert result.code == 0
-    told = re.findall(r"^(.+?): (\w+): done in", result.err, re.MULTILINE)
-    assert {("merged model", "analyze"), ("featcal", "calibrate"), ("residual", "analyze")} < {*told}
+    told = re.findall(r"^(.+?): ([a-z ]+): done in", result.err, re.MULTILINE)
+    assert {("merged model", "measuring drift"), ("featcal", "solving"), ("residual", "measuring drift")} < {*told}
     assert [*dict.fromkeys(whom for whom, _ in told)] == ["merged model", "featcal", "residual"]
     run = open_run(tmp_path / "demo")
     assert run.manifest.synthetic and run.variants == ("base", "merged", CONTROL, VARIANT, RESIDUAL)

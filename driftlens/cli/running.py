@@ -139,10 +139,13 @@ def _init(
 def _validate(spec: SpecFile, request: PreflightRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Check a spec, its checkpoints and its data, and estimate memory and disk."""
     from driftlens.config.spec import load_spec
+
+    # Before torch is imported, as in the commands below: a wrong path is refused in a moment.
+    resolved = load_spec(spec, request.overrides)
     from driftlens.pipelines.validate import preflight
 
     with limit_threads(manner.threads):
-        checks = preflight(load_spec(spec, request.overrides), request, job.access)
+        checks = preflight(resolved, request, job.access)
     print_json(checks.as_dict()) if as_json else print_result(checks.text())
     if checks.problems:
         raise typer.Exit(checks.exit_code)
@@ -166,20 +169,25 @@ def _analyze(
     Given a run directory, add missing scores and the attribution of drift to layers, and with --add diagnostics.
     """
     from driftlens.config.spec import load_spec
-    from driftlens.pipelines.analyze import analyze as run_analysis, measure_missing_parts
+    from driftlens.runs.manifest import read_manifest
 
     if source.is_dir():
+        read_manifest(source)
         if request != AnalysisRequest():
             raise SpecError(
                 f"{source} is a run; options such as --out or --set need a spec",
                 hint=f"Give its spec, {source / 'spec.yaml'}, or only --add.",
             )
+        from driftlens.pipelines.analyze import measure_missing_parts
+
         with job.context() as context:
             run = measure_missing_parts(source, context, split_names(add or ""))
     elif add is not None:
         raise SpecError("--add needs a finished run", hint="Give the run directory instead of a spec.")
     else:
         resolved = load_spec(source, request.overrides)
+        from driftlens.pipelines.analyze import analyze as run_analysis
+
         with job.context() as context:
             run = run_analysis(resolved, request, context)
     if manner.verbose:
@@ -198,7 +206,6 @@ def _merge(
     With --out alone, the spec's own merge is used. Data are read only if a comparison or a method needs them.
     """
     from driftlens.config.spec import load_spec
-    from driftlens.experiment.merging import merge_and_save
 
     method, out, merges = request.method, request.out, comparison.merges
     is_alone = out is not None and not request.parameters
@@ -212,7 +219,10 @@ def _merge(
             raise SpecError("--set belongs to --method", hint="Write settings after a method: ties:scaling=0.4.")
         _print_merge_comparison(load_spec(spec), comparison, job, as_json=as_json)
         return
-    method, notices = merge_and_save(spec, request, job.context)
+    resolved = load_spec(spec)
+    from driftlens.experiment.merging import merge_and_save
+
+    method, notices = merge_and_save(resolved, request, job.context)
     for text in notices:
         print_note(f"notice: {text}")
     assert out is not None
@@ -277,15 +287,17 @@ def _why(
 
     Without labels the analysis reports drift and its sources, not accuracy.
     """
-    from driftlens.experiment.checklist import check_merge_files
     from driftlens.pipelines.quickstart import draft_spec, has_merged_model, models_by_role, run_recipe
-    from driftlens.runs.writer import refuse_occupied_folder
 
     if data:
+        from driftlens.runs.writer import refuse_occupied_folder
+
         refuse_occupied_folder(out, force=force)
     models = run_recipe(models, out.with_name(f"{out.name}-merged"), force=force, offline=job.access.offline)
     roles = models_by_role(models, is_merged=has_merged_model(models))
     merged = roles.merged if isinstance(roles.merged, str) else None
+    from driftlens.experiment.checklist import check_merge_files
+
     checklist = check_merge_files(roles.base, roles.experts, merged, offline=job.access.offline)
     if not as_json:
         print_result(checklist.text())
@@ -319,6 +331,9 @@ def _why(
 @add_request_flags
 def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
+    from driftlens.runs.manifest import read_manifest
+
+    read_manifest(run)
     from driftlens.pipelines.calibrate import calibrate as run_calibration
     from driftlens_reports.terminal import calibration_text, early_results_text
 
@@ -367,6 +382,9 @@ def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: Json
     With --methods and nothing to vary, compare methods on the same samples instead: each becomes a calibration of
     the run, and a table compares gains (paired intervals) and costs.
     """
+    from driftlens.runs.manifest import read_manifest
+
+    read_manifest(run)
     if request.is_comparison:
         _print_method_comparison(run, request, job, as_json=as_json)
         return

@@ -13,7 +13,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftlens.checkpoints.loading import (
     fetch_config_folder,
@@ -35,13 +35,13 @@ from driftlens.config.spec import (
     set_spec_value,
 )
 from driftlens.config.types import read_yaml_mapping, to_yaml
-from driftlens.data.rows import infer_data_entry
-from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
-from driftlens.runs.writer import refuse_occupied_folder
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DataError, SpecError, pluralize
 from driftlens.utils.files import expand_home
+
+if TYPE_CHECKING:
+    from driftlens.data.sources import SplitView
 
 # Samples per task at most: enough for an interval, few enough for minutes.
 CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
@@ -102,6 +102,8 @@ def run_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) 
     """
     if len(models) > 1 or _read_recipe(models) is None:
         return [*models]
+    from driftlens.runs.writer import refuse_occupied_folder
+
     refuse_occupied_folder(out, force=force)
     recipe, file = models[0], shlex.quote(models[0])
     program = shutil.which("mergekit-yaml")
@@ -240,6 +242,8 @@ def draft_spec(
         },
     }
     spec = load_spec(content, overrides)
+    from driftlens.data.sources import open_split
+
     # Only the opened data shows how many samples there are, and whether class names can be prompts.
     heads: dict[str, Any] = {}
     reads_words = loader in _CLIPS and roles.base is not None and _has_text_tower(roles.base, access)
@@ -320,6 +324,8 @@ def _data_entries(
             f"--data is given for {', '.join(places)}; the tasks are {', '.join(tasks)}",
             hint=f"Give one path for all, or one per task: {' '.join(f'--data {task}=PATH' for task in tasks[:3])}.",
         )
+    from driftlens.data.rows import infer_data_entry
+
     entries = {task: infer_data_entry(expand_home(path), reads=reads) for task, path in places.items()}
     return {task: dict(entry) for task, entry in entries.items()}, []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,3 +302,13 @@ def test_unusual_input_is_no_error(
     assert row["final_share"] is None or abs(row["final_share"]) < 10
     assert {path.parent for path in out.iterdir()} == {out} and not leftovers(bench.folder)
     assert run_cli("show", out).code == 0 and run_cli("check", out).code == 0
+
+
+@pytest.mark.parametrize(
+    "command", ["analyze X", "analyze .", "validate X", "merge X --out Y", "calibrate . --name x", "why X Y Z"]
+)
+def test_a_wrong_path_is_refused_before_torch_is_imported(command: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "driftlens", *command.split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode in (2, 4) and "error: " in done.stderr
+    assert not {"torch", "pandas"} & {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

@@ -383,6 +383,7 @@ def test_the_option_decides_before_the_variable(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.chdir(spec.parent)
     monkeypatch.setattr(place, job)
+    monkeypatch.setattr("driftlens.runs.manifest.read_manifest", lambda run: None)
     given = [part.format(spec=spec) for part in arguments]
     before = torch.get_num_threads()
     assert run_cli(command, *given, "--threads", 2).code == Cancelled.exit_code

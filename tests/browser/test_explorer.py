@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+from driftlens.config.requests import ViewRequest
 from driftlens.results.measures import OUTCOMES, sample_outcomes
 from driftlens.runs.manifest import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
@@ -315,3 +318,149 @@ def test_the_page_is_never_wider_than_the_window(opened: Open, page: Any, width:
     page.set_viewport_size({"width": width, "height": 900})
     opened("panels=tasks&as=table&picked=3")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def on_map(page: Any) -> tuple[float, float, dict[str, float]]:
+    """The middle of the first map, and its box."""
+    box = page.locator("canvas").first.bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, box
+
+
+def test_the_map_fills_the_window_and_the_cards_are_in_a_drawer(opened: Open, page: Any) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    opened()
+    assert page.evaluate("document.documentElement.scrollHeight") <= 900
+    _, _, box = on_map(page)
+    assert box["height"] >= 0.6 * 900 and box["width"] >= 0.6 * 1440
+    drawer = page.locator("#drawer").bounding_box()
+    assert drawer["x"] >= box["x"] + box["width"] and drawer["height"] == 900
+    assert page.locator("#drawer .card").count() > 0
+    page.get_by_role("button", name="Hide cards").click()
+    eventually(page, "document.querySelector('canvas').getBoundingClientRect().width > 1350")
+    expect(page.locator("#drawer")).to_be_hidden()
+    page.get_by_role("button", name="Show cards").click()
+    expect(page.locator("#drawer")).to_be_visible()
+
+
+def test_the_wheel_zooms_where_it_turns_and_a_double_click_keeps_the_selection(opened: Open) -> None:
+    page = opened("task=0").page
+    inside = box_left_half(page)
+    x, y, _ = on_map(page)
+    page.mouse.move(x + 120, y + 60)
+    before = places(page)
+    page.mouse.wheel(0, -240)
+    eventually(page, "explorer.panels()[0].zoom > 0")
+    after = places(page)
+    by = np.exp(240 / 400)
+    for name, (left, top) in before.items():
+        assert after[name] == pytest.approx((x + 120 + by * (left - x - 120), y + 60 + by * (top - y - 60)), abs=1)
+    page.mouse.dblclick(x, y)
+    assert sorted(selected(page)) == sorted(inside)
+    page.locator("#whole").click()
+    assert places(page) == {name: pytest.approx(place, abs=1) for name, place in before.items()}
+
+
+def test_clusters_have_the_names_of_classes_or_of_frequent_words(opened: Open, page: Any, saved: DriftRun) -> None:
+    opened("task=0")
+    labels = saved.outputs(saved.tasks[0], "merged")["label"]
+    counts = labels.value_counts()
+    shown = page.evaluate("explorer.labels().map(label => [label.text, label.n])")
+    assert dict(shown) == {str(name): int(n) for name, n in counts.items() if n >= 4} != {}
+    page.locator("#names").uncheck()
+    told = explorer_data(saved)
+    told["words"], told["columns"]["label"] = [], explorer_data(saved)["columns"]["label"]
+    unlabelled = base64.b64encode(np.full(len(told["ids"]), -1, "<i4").tobytes()).decode()
+    told["columns"]["label"] = unlabelled
+    told["texts"] = [f"sample about {'summer' if at % 2 else 'winter'}" for at in range(len(told["ids"]))]
+    path = saved.path.parent / "words.html"
+    path.write_bytes(explorer_page(told))
+    opened("task=0", path)
+    words = page.evaluate("explorer.labels().map(label => label.text)")
+    assert words and all("summer" in text or "winter" in text for text in words)
+
+
+def test_models_stand_side_by_side_with_one_selection(opened: Open, saved: DriftRun) -> None:
+    page = opened("panels=models&task=1").page
+    stages = ["base", "merged", "featcal", "expert"]
+    captions = page.locator("figcaption").all_inner_texts()
+    assert len(captions) == len(stages) and all(name in text for name, text in zip(stages, captions, strict=True))
+    found = [places(page, at) for at in range(len(stages))]
+    assert all({*other} == {*found[0]} for other in found)
+    inside = box_left_half(page)
+    assert sorted(selected(page)) == sorted(inside)
+    shown = page.evaluate("explorer.panels().map(panel => panel.stage)")
+    assert shown == [0, 1, 2, 3]
+    task = saved.tasks[1]
+    page.locator("#colour").select_option("right")  # each panel by the answers of its own model
+    page.wait_for_timeout(100)
+    for text, variant in zip(page.locator("figcaption").all_inner_texts(), ("base", "merged"), strict=False):
+        answers = saved.outputs(task, variant)
+        assert f"{int((answers['pred'] == answers['label']).sum())} of 40 right" in text
+
+
+def test_the_columns_that_separate_a_selection_are_ranked(opened: Open, saved: DriftRun) -> None:
+    page, task = opened("task=1").page, saved.tasks[1]
+    drifts = saved.samples(task, "merged", "final").set_index("sample_id")["drift_l2"]
+    page.locator("summary", has_text="drift at").first.scroll_into_view_if_needed()
+    high = drifts.nlargest(15).index
+    ids = saved.sample_ids(task)
+    start = page.evaluate("explorer.panels()[0].start")
+    page.evaluate("list => explorer.choose(list)", [start + ids.index(name) for name in high])
+    found = page.evaluate("explorer.separating()")
+    best = found[0]
+    assert best["key"] == "drift" and (best["here"], best["there"]) == (1, 0)
+    gaps = [abs(row["here"] - row["there"]) for row in found]
+    assert gaps == sorted(gaps, reverse=True)
+    # By chance alone, a difference of this size comes up in 5 % of selections: Massart's bound.
+    assert min(gaps) > np.sqrt(np.log(2 / 0.05) / 2) * np.sqrt(40 / (15 * 25))
+    rows = page.locator(".common tbody tr")
+    expect(rows).to_have_count(len(found))
+    rows.first.get_by_role("button").click()
+    assert page.evaluate("explorer.state.colour") == "drift"
+
+
+def test_every_column_has_a_histogram(opened: Open) -> None:
+    page = opened("task=1").page
+    names = page.locator("#colour option").evaluate_all("all => all.map(each => each.textContent)")
+    titles = page.locator("#histograms > details > summary").all_inner_texts()
+    assert len(names) == len(titles) >= 10
+    assert all(title.startswith(name) for name, title in zip(names, titles, strict=True))
+
+
+def test_many_samples_are_thinned_while_they_move_and_the_page_says_so(opened: Open, saved: DriftRun) -> None:
+    told = explorer_data(saved, ViewRequest(tasks=(saved.tasks[0],)))
+    n, many = len(told["ids"]), 100_000 // len(told["ids"])
+    told["ids"] = [f"{name}-{copy}" for copy in range(many) for name in told["ids"]]
+    told["texts"], told["tasks"][0]["n"] = [""] * (n * many), n * many
+
+    def repeat(text: str, kind: str, rows: int, width: int = 1) -> str:
+        values = np.frombuffer(base64.b64decode(text), kind).reshape(rows, n * width)
+        return base64.b64encode(np.tile(values, (1, many)).tobytes()).decode()
+
+    columns, stages, layers = told["columns"], len(told["stages"]), len(told["layers"])
+    for name, kind, rows in (
+        ("label", "<i4", 1),
+        ("answers", "<i4", stages),
+        ("right", "i1", stages),
+        ("confidence", "<f4", stages),
+        ("margin", "<f4", 1),
+    ):
+        columns[name] = repeat(columns[name], kind, rows)
+    for name in ("drift", "mismatch", "propagation", "share"):
+        columns[name] = repeat(columns[name], "<f4", stages * layers)
+    columns["outcome"] = {name: repeat(text, "i1", 1) for name, text in columns["outcome"].items()}
+    told["pictures"]["places"] = repeat(told["pictures"]["places"], "<i4", 1)
+    for plane in told["planes"][0]:
+        plane["places"] = repeat(plane["places"], "<i2", len(plane["stages"]), 2)
+        plane["neighbours"] = repeat(plane["neighbours"], "<i4", len(plane["stages"]), 8)
+    path = saved.path.parent / "many.html"
+    path.write_bytes(explorer_page(told))
+    page = opened("stage=0", path).page
+    assert len(page.evaluate("explorer.places()")) == n * many >= 99_000
+    page.emulate_media(reduced_motion="no-preference")
+    page.context.new_cdp_session(page).send("Emulation.setCPUThrottlingRate", {"rate": 8})  # as on a slow machine
+    page.locator("#play").click()
+    eventually(page, "explorer.stride() > 1")
+    expect(page.locator("#thinned")).to_have_text(re.compile("While it moves, one of [0-9]+ samples is drawn."))
+    eventually(page, "explorer.state.stage === 3 && explorer.stride() === 1")
+    expect(page.locator("#thinned")).to_be_empty()

@@ -151,6 +151,7 @@ def _no_projection_message(run: DriftRun, options: ChartOptions) -> str | None:
     title="Features side by side",
     section="plane",
     rank=30,
+    presets=("standard", "calibration"),
     needs=("samples", ("drift_l2",)),
     lacks=_no_projection_message,
     caption="Features of one task's diagnosis samples, expert and variants side by side in one joint layout, with "

@@ -162,6 +162,8 @@ def _css_properties(theme: Palette, classes: tuple[str, ...]) -> str:
 # Of one page, about 1.5 kB each.
 _MOST_PICTURES = 2000
 NEIGHBOURS = 8
+# Samples of a task among which nearest neighbours are searched.
+MOST_COMPARED = 20_000
 # Features of a task and layer, of all its models, that one thread lays out faster than several.
 _FEW_ROWS = 10_000
 # Stages that samples move through, by the part that a model plays.
@@ -306,7 +308,7 @@ def _projections_by_layer(
             {
                 "stages": [stages.index(name) for name in there],
                 "places": _base64_array(_quantized_coordinates(np.stack([before[name] for name in there])), "<i2"),
-                "neighbours": _base64_array(np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i2"),
+                "neighbours": _base64_array(np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i4"),
                 "method": method,
             }
         )
@@ -359,7 +361,8 @@ def _nearest_neighbours(rows: Array) -> Array:
     """Return the indices of the nearest other samples by cosine, `[n, NEIGHBOURS]`; -1 where there are fewer."""
     from sklearn.neighbors import NearestNeighbors
 
-    k = min(NEIGHBOURS, len(rows) - 1)
+    # The time grows with the square of the samples.
+    k = min(NEIGHBOURS, len(rows) - 1) if len(rows) <= MOST_COMPARED else 0
     nearest = np.full((len(rows), NEIGHBOURS), -1)
     if k > 0:
         nearest[:, :k] = NearestNeighbors(n_neighbors=k).fit(rows).kneighbors(return_distance=False)
@@ -487,6 +490,8 @@ def _page_notes(
     num_shown = sum(len(part.ids) for part in shown)
     if num_shown < every:
         yield f"{num_shown:,} of {every:,} samples are shown, evenly over classes; `--samples` shows more."
+    if any(len(part.ids) > MOST_COMPARED for part in shown):
+        yield f"Tasks with more than {MOST_COMPARED:,} samples have no nearest neighbours: fewer `--samples` have them."
     without = [part.task for part, by_layer in zip(shown, planes, strict=True) if not any(by_layer)]
     if without:
         yield (

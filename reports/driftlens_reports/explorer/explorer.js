@@ -50,7 +50,7 @@
       const xy = unpacked(stored.places, Int16Array), ends = [Infinity, -Infinity, Infinity, -Infinity];
       for (let i = 0; i < xy.length; i++) if (xy[i] !== -32768) { const at = 2 * (i % 2); ends[at] = Math.min(ends[at], xy[i]); ends[at + 1] = Math.max(ends[at + 1], xy[i]); }
       const [x0, x1, y0, y1] = ends; // what holds all samples wherever they go, so that nothing jumps between models
-      planes.set(key, { ...stored, xy, near: unpacked(stored.neighbours, Int16Array), middle: [(x0 + x1) / 2, (y0 + y1) / 2], size: [(x1 - x0) / 2 || 1, (y1 - y0) / 2 || 1] });
+      planes.set(key, { ...stored, xy, near: unpacked(stored.neighbours, Int32Array), middle: [(x0 + x1) / 2, (y0 + y1) / 2], size: [(x1 - x0) / 2 || 1, (y1 - y0) / 2 || 1] });
     }
     return planes.get(key);
   };
@@ -63,13 +63,14 @@
   const state = {
     task: broken.indexOf(Math.max(...broken)), panels: "one", colour: hasOutcome ? "outcome" : "class", repair: 0, layer: firstLayer(),
     stage: Math.max(0, data.stages.findIndex((stage) => stage.part === "merged")),
-    search: "", only: {}, ranges: {}, sort: "drift", as: "cards", page: 0, drag: "lasso", contours: N > 3000, picked: -1, name: "", open: { class: true, drift: true }, isExplained: false,
+    search: "", only: {}, ranges: {}, sort: "drift", as: "cards", page: 0, drag: "lasso", contours: N > 3000, names: true, picked: -1, name: "", open: { class: true, drift: true }, isExplained: false, isCompared: true,
   };
   const chosen = new Uint8Array(N), passes = new Uint8Array(N).fill(1);
   let numChosen = 0, saved = [];
   const view = { k: 1, x: 0, y: 0 };
 
-  const stageAt = () => Math.round(state.stage);
+  let stageDrawn = null; // of the panel that is drawn, where every panel shows its own model
+  const stageAt = () => stageDrawn ?? Math.round(state.stage);
   const changed = () => (stageAt() === EXPERT ? (state.repair in repairs && repairs[0] ? data.stages.findIndex((s) => s.name === repairs[state.repair]) : Math.max(0, EXPERT - 1)) : stageAt());
   const at3 = (values, stage, layer, i) => values[(stage * L + layer) * N + i];
   const isShownTask = (task) => state.panels === "tasks" || task === state.task;
@@ -90,9 +91,15 @@
     task: named("task", (i) => taskOf[i], data.tasks.map((task) => task.name)),
     source: named("main source", (i) => sourceOf(i), data.layers),
     drift: number("drift", (i) => (stageAt() === EXPERT ? 0 : at3(column.drift, stageAt(), state.layer, i))),
+    mismatch: number("mismatch", (i) => at3(column.mismatch, changed(), state.layer, i)),
+    propagation: number("propagation", (i) => at3(column.propagation, changed(), state.layer, i)),
+    share: number("share of final drift", (i) => at3(column.share, changed(), state.layer, i)),
+    length: number("letters", (i) => (data.texts[i] ? data.texts[i].length : NaN)),
     margin: number("expert's margin", (i) => column.margin[i]),
     confidence: number("confidence", (i) => column.confidence[stageAt() * N + i]),
   };
+  // Columns that depend on the model shown; on the layer; and those by which a selection is usually made.
+  const STAGED = ["right", "flip", "answer", "drift", "confidence"], LAYERED = ["drift", "mismatch", "propagation", "share"], DEFINING = ["outcome", "right", "flip"];
   const sourceOf = (i) => {
     let best = -1, most = 0;
     for (let l = 0; l < L; l++) {
@@ -143,7 +150,9 @@
     if (names) for (let i = 0; i < N; i++) put(i, ...lookOf(key, of(i)));
     else {
       extent = [Infinity, -Infinity];
-      for (let i = 0; i < N; i++) if (isShownTask(taskOf[i]) && Number.isFinite(of(i))) extent = [Math.min(extent[0], of(i)), Math.max(extent[1], of(i))];
+      const [drawn, stages] = [stageDrawn, stageDrawn === null ? [null] : data.stages.map((_, at) => at)]; // one scale for all panels
+      for (const stage of stages) { stageDrawn = stage; for (let i = 0; i < N; i++) if (isShownTask(taskOf[i]) && Number.isFinite(of(i))) extent = [Math.min(extent[0], of(i)), Math.max(extent[1], of(i))]; }
+      stageDrawn = drawn;
       const shades = Array.from({ length: 65 }, (_, at) => onScale(at / 64)), span = extent[1] - extent[0] || 1;
       for (let i = 0; i < N; i++) put(i, Number.isFinite(of(i)) ? shades[Math.round(64 * Math.min(1, Math.max(0, (of(i) - extent[0]) / span)))] : ink.gap, 0);
     }
@@ -173,8 +182,8 @@
   });
 
   class Panel {
-    constructor(task, layer) {
-      this.task = task; this.layer = layer;
+    constructor(task, layer, stage = null) {
+      this.task = task; this.layer = layer; this.stage = stage;
       this.start = data.tasks[task].start; this.n = data.tasks[task].n;
       this.box = made("figure", "panel"); this.caption = made("figcaption", "", ""); this.canvas = made("canvas", "");
       this.canvas.tabIndex = 0;
@@ -193,10 +202,11 @@
       const plane = this.plane, n = this.n;
       if (!plane || !this.box.isConnected) return;
       const stageIn = (s) => { let at = plane.stages.findIndex((stage) => stage >= s); return at < 0 ? plane.stages.length - 1 : at; };
-      const low = Math.floor(state.stage), a = 2 * n * stageIn(low), b = 2 * n * stageIn(Math.ceil(state.stage)), f = state.stage - low, raw = plane.xy;
+      const stage = this.stage ?? state.stage, low = Math.floor(stage), a = 2 * n * stageIn(low), b = 2 * n * stageIn(Math.ceil(stage)), f = stage - low, raw = plane.xy;
       if (!this.W) return void this.resize();
       const by = 1 / Math.max(plane.size[0] / this.wide, plane.size[1]); // every layer fills the panel, its shape kept
       for (let i = 0; i < 2 * n; i++) this.xy[i] = raw[a + i] === -32768 || raw[b + i] === -32768 ? NaN : (raw[a + i] + (raw[b + i] - raw[a + i]) * f - plane.middle[i % 2]) * by;
+      this.labels = null;
     }
     resize() {
       const dpr = Math.min(devicePixelRatio || 1, 2), box = this.canvas.getBoundingClientRect();
@@ -228,9 +238,10 @@
       if (!this.plane) { this.pen.putImageData(this.image, 0, 0); this.say("No stored features for this layer."); return false; }
       const isStrong = (g) => passes[g] && (!numChosen || chosen[g]);
       const { shown, start, zoom, ox, oy, margin, stamps } = this;
+      const step = t < 1 || playing || isDragged ? stride : 1;
       for (let strong = 0; strong < 2; strong++) { // faint ones first
         const colours = strong ? tints : faints;
-        for (let i = 0; i < n; i++) {
+        for (let i = 0; i < n; i += step) {
           const g = start + i;
           if ((passes[g] && (!numChosen || chosen[g]) ? 1 : 0) !== strong) continue;
           const x = ox + shown[2 * i] * zoom, y = oy - shown[2 * i + 1] * zoom;
@@ -238,8 +249,9 @@
         }
       }
       this.pen.putImageData(this.image, 0, 0);
-      if (state.contours) this.contours(isStrong);
+      if (state.contours && step === 1) this.contours(isStrong);
       this.overlay();
+      if (state.names && !isCompact && (this.labels || !(t < 1 || playing))) this.write();
       return t < 1;
     }
     stamp(at, colour, { offsets, weights }) {
@@ -251,6 +263,20 @@
         pixels[p] = (0xff000000 | ((ob + (b - ob) * w) << 16) | ((og + (g - og) * w) << 8) | (or + (r - or) * w)) >>> 0;
       }
     }
+    write() { // names of clusters, the largest first, where they hide no other name
+      this.labels ??= clustersOf(this);
+      const pen = this.pen, taken = [];
+      pen.font = `600 ${12 * this.dpr}px system-ui, sans-serif`; pen.textAlign = "center"; pen.textBaseline = "middle";
+      pen.lineWidth = 3.5 * this.dpr; pen.lineJoin = "round"; pen.strokeStyle = css(ink.surface); pen.fillStyle = css(ink.ink);
+      for (const label of this.labels) {
+        const x = this.ox + label.x * this.zoom, y = this.oy - label.y * this.zoom, half = pen.measureText(label.text).width / 2 + 3, high = 9 * this.dpr;
+        label.isShown = x > half && y > high && x < this.W - half && y < this.H - high && !taken.some(([a, b, w]) => Math.abs(a - x) < w + half && Math.abs(b - y) < 2 * high);
+        if (!label.isShown) continue;
+        taken.push([x, y, half]);
+        pen.strokeText(label.text, x, y); pen.fillText(label.text, x, y);
+      }
+      pen.textBaseline = "alphabetic";
+    }
     say(text) {
       this.pen.fillStyle = css(ink.quiet); this.pen.font = `${14 * this.dpr}px system-ui, sans-serif`;
       this.pen.textAlign = "center"; this.pen.fillText(text, this.W / 2, this.H / 2, this.W - 20);
@@ -259,7 +285,7 @@
       const pen = this.pen, i = state.picked - this.start, plane = this.plane;
       pen.lineWidth = 1.5 * this.dpr; pen.strokeStyle = css(ink.ink);
       if (i >= 0 && i < this.n) {
-        const [x, y] = this.screen(i), own = plane.stages.indexOf(stageAt());
+        const [x, y] = this.screen(i), own = plane.stages.indexOf(this.stage ?? stageAt());
         pen.globalAlpha = 0.6;
         for (let k = 0; own >= 0 && k < K; k++) {
           const j = plane.near[(own * this.n + i) * K + k];
@@ -325,15 +351,50 @@
     for (let k = 0; k + 1 < cuts.length; k += 2) { to(...cuts[k], true); to(...cuts[k + 1], false); }
   };
 
+  // ---- names of clusters ---------------------------------------------------------------------------------------
+  const MOST_LABELS = 24, FEWEST = 4, SMALL_WORDS = 3;
+  const wordsOf = (i) => [...new Set((data.texts[i] ?? "").toLowerCase().match(/[\p{L}\p{N}'-]+/gu) ?? [])].filter((text) => text.length > SMALL_WORDS);
+  const clustersOf = (panel) => { // places in units of the panel: of each class, else of clusters of texts
+    const members = new Map(), { n, start, xy } = panel, add = (name, i) => { if (!members.has(name)) members.set(name, []); members.get(name).push(i); };
+    const shown = Array.from({ length: n }, (_, i) => i).filter((i) => passes[start + i] && Number.isFinite(xy[2 * i]));
+    const isNamed = shown.some((i) => column.label[start + i] >= 0);
+    if (isNamed) { for (const i of shown) if (column.label[start + i] >= 0) add(word(column.label[start + i]), i); } else if (shown.some((i) => data.texts[start + i])) clustered(panel, shown).forEach((cluster) => add(mostFrequent(cluster, start, shown), cluster));
+    const middle = (list, of) => { const values = Float64Array.from(list, of).sort(); return values[values.length >> 1]; };
+    return [...members].map(([text, list]) => [text.length > 28 ? `${text.slice(0, 27)}…` : text, list.flat()]).filter(([text, list]) => text && list.length >= Math.min(FEWEST, shown.length))
+      .sort((a, b) => b[1].length - a[1].length).slice(0, MOST_LABELS).map(([text, list]) => ({ text, n: list.length, x: middle(list, (i) => xy[2 * i]), y: middle(list, (i) => xy[2 * i + 1]) }));
+  };
+  const clustered = ({ xy }, shown) => { // Lloyd's algorithm from points that lie far from one another
+    const k = Math.max(1, Math.min(10, Math.round(Math.sqrt(shown.length / 8)))), centres = [], distance = (i, [x, y]) => (xy[2 * i] - x) ** 2 + (xy[2 * i + 1] - y) ** 2;
+    const away = new Float64Array(shown.length).fill(Infinity);
+    for (let next = shown[0]; centres.length < k;) {
+      centres.push([xy[2 * next], xy[2 * next + 1]]);
+      shown.forEach((i, at) => { away[at] = Math.min(away[at], distance(i, centres.at(-1))); });
+      next = shown[away.indexOf(away.reduce((a, b) => Math.max(a, b), 0))];
+    }
+    let parts = [];
+    for (let round = 0; round < 8; round++) {
+      parts = centres.map(() => []);
+      for (const i of shown) parts[centres.reduce((best, centre, at) => (distance(i, centre) < distance(i, centres[best]) ? at : best), 0)].push(i);
+      parts.forEach((part, at) => { if (part.length) centres[at] = [mean(part.map((i) => xy[2 * i])), mean(part.map((i) => xy[2 * i + 1]))]; });
+    }
+    return parts.filter((part) => part.length);
+  };
+  const mostFrequent = (cluster, start, shown) => { // the words whose share is highest against all samples
+    const shares = (list) => { const found = new Map(); for (const i of list) for (const text of wordsOf(start + i)) found.set(text, (found.get(text) ?? 0) + 1 / list.length); return found; };
+    const all = shares(shown);
+    return [...shares(cluster)].sort((a, b) => b[1] - all.get(b[0]) - (a[1] - all.get(a[0]))).slice(0, 2).map(([text]) => text).join(", ");
+  };
+
   const layOut = () => {
     const stored = data.layers.map((_, l) => l).filter((l) => data.planes[state.task][l]);
     let wanted = [[state.task, state.layer]];
     if (state.panels === "tasks") wanted = data.tasks.map((_, t) => [t, state.layer]);
+    if (state.panels === "models") wanted = data.stages.map((_, s) => [state.task, state.layer, s]);
     if (state.panels === "layers" && stored.length) wanted = stored.length <= 6 ? stored.map((l) => [state.task, l]) : [0, 1, 2, 3, 4, 5].map((k) => [state.task, stored[Math.round((k * (stored.length - 1)) / 5)]]);
-    const isSame = panels.length === wanted.length && panels.every((panel, at) => panel.task === wanted[at][0]);
+    const isSame = panels.length === wanted.length && panels.every((panel, at) => panel.task === wanted[at][0] && panel.stage === (wanted[at][2] ?? null));
     if (isSame) wanted.forEach(([task, layer], at) => { if (panels[at].layer !== layer) panels[at].moveTo(task, layer); });
     else {
-      panels = wanted.map(([task, layer]) => new Panel(task, layer));
+      panels = wanted.map(([task, layer, stage]) => new Panel(task, layer, stage));
       $("scatters").replaceChildren(...panels.map((panel) => panel.box));
       $("scatters").dataset.many = panels.length > 1;
     }
@@ -341,7 +402,9 @@
   };
 
   // ---- one frame -------------------------------------------------------------------------------------------------
-  let isWaiting = false, playing = null;
+  // While points move, a frame that takes longer than this draws fewer of them.
+  const FRAME = 30, MOST_SKIPPED = 16;
+  let isWaiting = false, playing = null, stride = 1, isDragged = false;
   const redraw = () => { if (!isWaiting) { isWaiting = true; requestAnimationFrame(frame); } };
   const frame = (now) => {
     isWaiting = false;
@@ -349,7 +412,16 @@
     if (playing) travel(now);
     if (colouredStage !== stageAt()) { recolour(); if (isTravelling) showCaptions(); else { refilter(); refresh(); } }
     let isMoving = false;
-    for (const panel of panels) { if (isTravelling) panel.place(); isMoving = panel.draw(now) || isMoving; }
+    const begun = performance.now(), isByStage = panels.some((panel) => panel.stage !== null) && STAGED.includes(state.colour);
+    for (const panel of panels) {
+      if (isByStage) { stageDrawn = panel.stage; recolour(); stageDrawn = null; colouredStage = stageAt(); }
+      if (isTravelling && panel.stage === null) panel.place();
+      isMoving = panel.draw(now) || isMoving;
+    }
+    const took = performance.now() - begun;
+    if (isMoving || playing || isDragged) stride = took > FRAME ? Math.min(MOST_SKIPPED, stride + 1) : took < FRAME / 3 ? Math.max(1, stride - 1) : stride;
+    else stride = 1;
+    $("thinned").textContent = stride > 1 ? `While it moves, one of ${stride} samples is drawn.` : "";
     explorer.frames++;
     if (isMoving || playing) redraw();
   };
@@ -378,6 +450,7 @@
         ranges.every(([key, [low, high]]) => COLUMNS[key].of(i) >= low && COLUMNS[key].of(i) <= high) ? 1 : 0;
     }
     state.page = 0;
+    for (const panel of panels) panel.labels = null;
   };
   const choose = (indices, how = "new") => {
     if (how === "new") chosen.fill(0);
@@ -492,8 +565,8 @@
     $("chips").replaceChildren(...chips);
   };
   const showCaptions = () => {
-    const stage = stageAt();
     for (const panel of panels) {
+      const stage = panel.stage ?? stageAt();
       const task = data.tasks[panel.task], title = data.stages[stage].title, model = title === "expert" ? "expert" : title;
       let right = 0, n = 0;
       for (let i = task.start; i < task.start + task.n; i++) if (isRight(stage, i) >= 0) { n++; right += isRight(stage, i); }
@@ -519,6 +592,7 @@
       return [data.stages[s].title, accuracy, drifts.length ? `${digits(mean(drifts))}${drifts.length > 1 ? ` ± ${digits(half(drifts), 2)}` : ""}` : "–"];
     });
     parts.push(tabled(["model", "right (95 %)", "mean drift"], rows, "numbers", `n = ${list.length}, drift at ${data.layers[state.layer]}`));
+    if (list.length && list.length < total) parts.push(common(list));
     if (list.length) parts.push(explained(list));
     const name = made("input"); name.placeholder = "name of this selection"; name.value = state.name; name.setAttribute("aria-label", "Name of this selection");
     name.maxLength = 60;
@@ -533,6 +607,45 @@
       parts.push(kept);
     }
     box.replaceChildren(...parts);
+  };
+  const common = (list) => {
+    const box = made("details", "common");
+    box.append(made("summary", "", "What these samples have in common"));
+    box.open = state.isCompared;
+    box.ontoggle = () => { if (state.isCompared !== box.open) { state.isCompared = box.open; refresh(); } };
+    if (!state.isCompared) return box;
+    const found = separating(list), rows = found.map(({ key, text, here, there }) => [button(text, "link", () => setColour(key)), percent(here), percent(there)]);
+    box.append(found.length ? tabled(["column and values", "here", "elsewhere"], rows, "numbers", "Columns that best separate these samples from the other shown ones, best first; a click colours by one. Left out: differences that chance may explain (95 %).") : made("p", "quiet", "No column separates these samples from the others by more than chance may explain."));
+    return box;
+  };
+  // The largest difference of shares, here and elsewhere: over all thresholds of numbers (Kolmogorov and Smirnov), over single values of names.
+  const separating = (list) => {
+    const inside = new Set(list), others = inTasks().filter((i) => !inside.has(i)), n = list.length, m = others.length, found = [];
+    if (!n || !m) return found;
+    const limit = (choices, a, b) => Math.sqrt(Math.log((2 * choices) / 0.05) / 2) * Math.sqrt((a + b) / (a * b)); // by Massart; several choices by Bonferroni
+    const best = (key, title, all, a = n, b = m) => { // all: name, share here, share elsewhere; of a and b samples
+      const [name, here, there] = all.reduce((one, other) => (Math.abs(other[1] - other[2]) > Math.abs(one[1] - one[2]) ? other : one), ["", 0, 0]);
+      if (name !== "" && Math.abs(here - there) > limit(all.length, a, b)) found.push({ key, text: `${title}: ${name}`, here, there });
+    };
+    for (const key of HISTOGRAMS) {
+      if (DEFINING.includes(key) || state.only[key]?.size || state.ranges[key]) continue;
+      const { of, names, title } = COLUMNS[key];
+      if (names) { const [here, there] = [counts(key, list), counts(key, others)]; best(key, title, [...new Set([...here.keys(), ...there.keys()])].map((at) => [names[at], (here.get(at) ?? 0) / n, (there.get(at) ?? 0) / m])); continue; }
+      const values = [...list.map((i) => [of(i), 1]), ...others.map((i) => [of(i), 0])].filter(([x]) => Number.isFinite(x)).sort((a, b) => a[0] - b[0]);
+      const all = [values.reduce((sum, [, is]) => sum + is, 0), 0]; all[1] = values.length - all[0];
+      let [a, b, top] = [0, 0, ["", 0, 0]];
+      values.forEach(([x, is], at) => {
+        is ? a++ : b++;
+        if (at + 1 < values.length && values[at + 1][0] === x) return; // equal values are on one side
+        const [here, there] = [a / all[0], b / all[1]];
+        if (Math.abs(here - there) > Math.abs(top[1] - top[2])) top = here > there ? [`at most ${digits(x)}`, here, there] : [`above ${digits(x)}`, 1 - here, 1 - there];
+      });
+      if (all[0] && all[1]) best(key, title, [top], ...all);
+    }
+    const seen = (of) => { const sums = new Map(); for (const i of of) for (const text of wordsOf(i)) sums.set(text, (sums.get(text) ?? 0) + 1); return sums; };
+    const [here, there] = [seen(list), seen(others)], vocabulary = [...new Set([...here.keys(), ...there.keys()])];
+    if (vocabulary.length) best("class", "word", vocabulary.map((text) => [text, (here.get(text) ?? 0) / n, (there.get(text) ?? 0) / m]));
+    return found.sort((a, b) => Math.abs(b.here - b.there) - Math.abs(a.here - a.there));
   };
   const explained = (list) => {
     const box = made("details", "explain");
@@ -564,10 +677,10 @@
   };
 
   // ---- histograms ------------------------------------------------------------------------------------------------
-  const HISTOGRAMS = ["outcome", "class", "answer", "source", "drift", "margin", "confidence"].filter(hasAny);
+  const HISTOGRAMS = Object.keys(COLUMNS).filter(hasAny);
   const showHistograms = (list) => {
     const all = inTasks();
-    $("histograms").replaceChildren(...HISTOGRAMS.map((key) => (COLUMNS[key].names ? barsOf(key, all, list) : binsOf(key, all, list))));
+    $("histograms").replaceChildren(made("h2", "", "Columns"), ...HISTOGRAMS.map((key) => (COLUMNS[key].names ? barsOf(key, all, list) : binsOf(key, all, list))));
   };
   const folded = (key, title) => { // a part that is made once it is opened
     const box = made("details", "histogram");
@@ -591,7 +704,7 @@
     return box;
   };
   const binsOf = (key, all, list) => {
-    const { of, title } = COLUMNS[key], box = folded(key, title + (key === "drift" ? ` at ${data.layers[state.layer]}` : ""));
+    const { of, title } = COLUMNS[key], box = folded(key, title + (LAYERED.includes(key) ? ` at ${data.layers[state.layer]}` : ""));
     if (!box.open) return box;
     const values = all.map(of).filter(Number.isFinite);
     const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity), width = (high - low) / BINS || 1;
@@ -784,7 +897,7 @@
     else try { history.replaceState(null, "", `#${stateText()}`); } catch { /* a frame of a notebook has no address of its own */ }
   };
   const LIMITS = { task: data.tasks.length, layer: L, stage: S, repair: repairs.length, picked: N };
-  const LISTS = { panels: ["one", "layers", "tasks"], colour: Object.keys(COLUMNS), sort: Object.keys(SORTS), as: ["cards", "groups", "table"] };
+  const LISTS = { panels: ["one", "models", "layers", "tasks"], colour: Object.keys(COLUMNS), sort: Object.keys(SORTS), as: ["cards", "groups", "table"] };
   const read = () => {
     const said = new URLSearchParams(hosted ? hosted.state : location.hash.slice(1));
     for (const [key, kind] of Object.entries(PLAIN)) {
@@ -814,22 +927,28 @@
     canvas.onpointermove = (event) => {
       const [x, y] = placed(event);
       if (!start) { hover(panel, x, y, event); return; }
-      if (state.drag === "pan") { view.x -= (x - start[0]) / panel.zoom; view.y += (y - start[1]) / panel.zoom; start = [x, y]; } else if (state.drag === "box") panel.path = cornersOf(start, [x, y]);
+      if (state.drag === "pan") { isDragged = true; view.x -= (x - start[0]) / panel.zoom; view.y += (y - start[1]) / panel.zoom; start = [x, y]; } else if (state.drag === "box") panel.path = cornersOf(start, [x, y]);
       else panel.path.push([x, y]);
       redraw();
     };
     canvas.onpointerup = (event) => {
       const [x, y] = placed(event), path = panel.path, moved = start && Math.hypot(x - start[0], y - start[1]) > 4 * panel.dpr;
-      start = null; panel.path = null;
+      start = null; panel.path = null; isDragged = false;
       if (path && (moved || path.length > 8)) choose(inside(panel, path), event.shiftKey ? "more" : event.altKey ? "less" : "new");
       else if (isCompact) open(panel.task);
-      else if (state.drag !== "pan" || !moved) { const i = panel.nearest(x, y, 14 * panel.dpr); i < 0 && numChosen ? choose([]) : pick(i); }
+      else if (state.drag !== "pan" || !moved) { pick(panel.nearest(x, y, 14 * panel.dpr)); }
       redraw();
     };
-    canvas.onpointercancel = () => { start = panel.path = null; redraw(); };
+    canvas.onpointercancel = () => { start = panel.path = null; isDragged = false; redraw(); };
     canvas.onpointerleave = hideTip;
-    canvas.ondblclick = () => choose([]);
-    canvas.addEventListener("wheel", (event) => { if (!event.ctrlKey && state.drag !== "pan") return; event.preventDefault(); zoom(Math.exp(-event.deltaY / 400)); }, { passive: false });
+    const zoomAt = (event, by) => { // what is under the pointer stays there
+      const [x, y] = placed(event), old = panel.zoom, sx = x - panel.W / 2, sy = y - panel.H / 2;
+      zoom(by);
+      panel.aim();
+      view.x += sx / old - sx / panel.zoom; view.y += sy / panel.zoom - sy / old;
+    };
+    canvas.ondblclick = (event) => { if (!isCompact) zoomAt(event, 2); };
+    canvas.addEventListener("wheel", (event) => { if (isCompact) return; event.preventDefault(); zoomAt(event, Math.exp(-event.deltaY / 400)); settle(); }, { passive: false });
     canvas.onkeydown = (event) => steps(panel, event);
   }
   const inside = (panel, path) => {
@@ -887,6 +1006,8 @@
     event.preventDefault();
   };
   const zoom = (by) => { view.k = Math.min(60, Math.max(0.5, view.k * by)); redraw(); };
+  let settling = 0; // a turning wheel is a movement that ends a moment after its last turn
+  const settle = () => { isDragged = true; clearTimeout(settling); settling = setTimeout(() => { isDragged = false; redraw(); }, 150); };
   const hideTip = () => { $("tip").hidden = true; };
   const hover = (panel, x, y, event) => {
     const i = panel.plane ? panel.nearest(x, y, 9 * panel.dpr) : -1, tip = $("tip");
@@ -922,7 +1043,15 @@
     bound("panels", "panels", () => { layOut(); refilter(); recolour(); });
     bound("search", "search", refilter);
     bound("as", "as", () => {});
-    $("panels").options[2].hidden = data.tasks.length < 2;
+    $("panels").options[3].hidden = data.tasks.length < 2;
+    if (hosted) root.style.setProperty("--map", `${Math.max(560, Math.round(0.78 * screen.availHeight))}px`);
+    $("drawer-button").onclick = () => {
+      const isClosed = document.querySelector("main").classList.toggle("closed");
+      $("drawer-button").textContent = isClosed ? "Show cards" : "Hide cards";
+      $("drawer-button").setAttribute("aria-expanded", String(!isClosed));
+    };
+    $("names").checked = state.names;
+    $("names").onchange = () => { state.names = $("names").checked; redraw(); };
     Object.assign($("stage"), { max: S - 1, value: state.stage, oninput: () => { playing = null; state.stage = Number($("stage").value); for (const panel of panels) panel.place(); showStage(); redraw(); } });
     $("stops").replaceChildren(...data.stages.map((stage, at) => { const stop = button(stage.title, `stop role-${stage.role}`, () => goTo(at), at === stageAt()); return stop; }));
     $("play").onclick = () => { if (playing) { playing = null; showStage(); refresh(); } else { if (state.stage >= S - 1) state.stage = 0; goTo(S - 1); } };
@@ -956,7 +1085,7 @@
   };
   // For tests and benchmarks: what is where, and how many frames were drawn.
   const explorer = {
-    frames: 0, stages: S, panels: () => panels, state, goTo, choose, setColour,
+    frames: 0, separating: () => separating(within()), stride: () => stride, labels: (at = 0) => panels[at].labels, stages: S, panels: () => panels, state, goTo, choose, setColour,
     selected: () => within().map((i) => data.ids[i]),
     places: (at = 0) => { const panel = panels[at], box = panel.canvas.getBoundingClientRect(); return Array.from({ length: panel.n }, (_, i) => { const [x, y] = panel.screen(i); return [data.ids[panel.start + i], box.left + x / panel.dpr, box.top + y / panel.dpr]; }); },
   };

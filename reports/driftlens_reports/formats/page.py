@@ -146,7 +146,7 @@ def _render_html(
         headline=headline_html(content.verdict.headline),
         pictures=pictures or {},
         shown_data=shown_data,
-        opened=("layers",),  # a click opens the other sections
+        opened=("layers", "cosine"),  # a click opens the other sections
     )
     return text.encode()
 

@@ -2,7 +2,8 @@
 // Charts are drawn one after the other, so that the page can be read meanwhile: those of sections that are open, the
 // others when theirs is opened. Printing opens and finishes what is left.
 (() => {
-  const PRINTED_WIDTH = 680;
+  const PRINTED_WIDTH = 1030; // of a sheet's 680 pixels, by the style sheet's zoom
+  const PRINTED_HEIGHT = 1000; // less than a page, so that a page with little room is followed by a full one
   const waiting = new Set(document.querySelectorAll(".plot"));
   const drawn = [];
 
@@ -47,11 +48,10 @@
     for (const part of document.querySelectorAll("details.part")) part.open = true;
     for (const plot of drawn) if (scheme.matches) show(plot, false);
     for (const plot of waiting) draw(plot, false);
-    for (const plot of drawn) Plotly.relayout(plot, { autosize: false, width: PRINTED_WIDTH });
+    for (const plot of drawn) Plotly.relayout(plot, { autosize: false, width: PRINTED_WIDTH, height: Math.min(plot.layout.height, PRINTED_HEIGHT) });
   });
   window.addEventListener("afterprint", () => {
-    for (const plot of drawn) Plotly.relayout(plot, { autosize: true, width: null });
-    if (scheme.matches) for (const plot of drawn) show(plot, true);
+    for (const plot of drawn) show(plot, scheme.matches); // with its own size again
   });
   scheme.addEventListener("change", () => {
     for (const plot of drawn) show(plot, scheme.matches);

@@ -399,7 +399,7 @@ class ViewRequest(Request, title="view"):
     method: Literal["pca", "umap", "tsne"] = _option_field(
         "Projection: pca (fast), umap or tsne (slow, cached in the run).", "pca"
     )
-    samples: Annotated[Count, Field(le=200_000)] = _option_field("Largest number of samples over all tasks.", 20_000)
+    samples: Annotated[Count, Field(le=100_000)] = _option_field("Largest number of samples over all tasks.", 20_000)
 
 
 class ExhibitRequest(Request, title="export"):

@@ -308,7 +308,10 @@ def _projections_by_layer(
             {
                 "stages": [stages.index(name) for name in there],
                 "places": _base64_array(_quantized_coordinates(np.stack([before[name] for name in there])), "<i2"),
-                "neighbours": _base64_array(np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i4"),
+                # The time of a search grows with the square of the samples.
+                "neighbours": _base64_array(np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i4")
+                if len(shown.ids) <= MOST_COMPARED
+                else "",
                 "method": method,
             }
         )
@@ -361,8 +364,7 @@ def _nearest_neighbours(rows: Array) -> Array:
     """Return the indices of the nearest other samples by cosine, `[n, NEIGHBOURS]`; -1 where there are fewer."""
     from sklearn.neighbors import NearestNeighbors
 
-    # The time grows with the square of the samples.
-    k = min(NEIGHBOURS, len(rows) - 1) if len(rows) <= MOST_COMPARED else 0
+    k = min(NEIGHBOURS, len(rows) - 1)
     nearest = np.full((len(rows), NEIGHBOURS), -1)
     if k > 0:
         nearest[:, :k] = NearestNeighbors(n_neighbors=k).fit(rows).kneighbors(return_distance=False)

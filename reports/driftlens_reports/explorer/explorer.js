@@ -830,7 +830,7 @@
   };
   const neighboursOf = (i) => {
     const plane = planeOf(taskOf[i], state.layer), start = data.tasks[taskOf[i]].start, n = data.tasks[taskOf[i]].n;
-    if (!plane) return [];
+    if (!plane?.near.length) return [];
     const of = (at) => Array.from(plane.near.subarray((at * n + i - start) * K, (at * n + i - start + 1) * K)).filter((j) => j >= 0);
     const experts = new Set(of(plane.stages.indexOf(EXPERT)));
     const rows = plane.stages.map((s, at) => {

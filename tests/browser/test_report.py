@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from driftlens.utils.variants import is_control
 from driftlens_reports.build import Report
@@ -41,7 +46,7 @@ in_light = pytest.mark.parametrize("context", ["light"], indirect=True)
 def drawn(report: Report, context: Any) -> Opened:
     opened = Opened(context.new_page(), report.run.path.parent / "report.html")
     opened.page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
-    assert opened.page.locator(".plot .main-svg").count() < opened.page.locator(".plot").count()
+    assert opened.page.locator(".plot:not(:has(.main-svg))").count() > 0, "closed sections are drawn when opened"
     opened.page.evaluate("for (const part of document.querySelectorAll('details.part')) part.open = true")
     eventually(opened.page, "[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.main-svg'))")
     return opened
@@ -95,7 +100,8 @@ def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Repor
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     widths = page.evaluate("[...document.querySelectorAll('.plot .main-svg')].map(drawing => drawing.clientWidth)")
-    assert set(widths) == {680}
+    assert set(widths) == {1030}  # before the style sheet's zoom
+    assert page.evaluate("[...document.querySelectorAll('.plot .main-svg')].every(plot => plot.clientHeight <= 900)")
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     eventually(page, narrow)
 
@@ -112,7 +118,31 @@ def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_pag
     )
     drawing = page.locator(".part[open] .drawing").first
     drawing.evaluate("part => { part.style.aspectRatio = '100 / 900'; }")  # of many tasks and models
-    assert 0 < drawing.bounding_box()["height"] < 24 / 2.54 * 96
+    assert 0 < drawing.bounding_box()["height"] < 12 / 2.54 * 96
+
+
+@in_light
+def test_printed_pages_have_margins_and_none_is_half_empty(report: Report, context: Any, tmp_path: Path) -> None:
+    render = shutil.which("pdftoppm")
+    if render is None:
+        pytest.skip("needs pdftoppm")
+    page = Opened(context.new_page(), report.run.path.parent / "report.html").page
+    page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
+    page.pdf(path=tmp_path / "report.pdf", format="A4", prefer_css_page_size=True)
+    subprocess.run([render, "-r", "25.4", "-gray", tmp_path / "report.pdf", tmp_path / "page"], check=True)
+    marks = [np.asarray(Image.open(file)) < 200 for file in sorted(tmp_path.glob("page-*.pgm"))]  # a pixel is 1 mm
+    assert len(marks) > 3
+    for number, mark in enumerate(marks[:-1], 1):
+        rows, columns = np.flatnonzero(mark.any(axis=1)), np.flatnonzero(mark.any(axis=0))
+        assert rows[0] >= 14 and rows[-1] <= 297 - 14 and columns[0] >= 13 and columns[-1] <= 210 - 13, number
+        assert rows[-1] >= 0.55 * 297, f"page {number} ends at {rows[-1]} of 297 mm"
+
+
+@in_light
+def test_the_scatter_is_shown_without_a_click(report: Report, context: Any) -> None:
+    page = Opened(context.new_page(), report.run.path.parent / "report.html").page
+    page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
+    assert page.locator("#chart-scatter .plot .main-svg").first.is_visible()
 
 
 @pytest.mark.parametrize("name", ["report.html", "report-light.html"])

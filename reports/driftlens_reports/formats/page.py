@@ -118,7 +118,7 @@ def static_figures(run: DriftRun, names: Iterable[str]) -> dict[str, _EmbeddedIm
             drawn = draw_exhibit(_EXHIBITS[name], [run], ExhibitOptions())
             if len(drawn.data):
                 encoded = base64.b64encode(drawn.content("png")).decode()
-                pictures[name] = _EmbeddedImage(f"data:image/png;base64,{encoded}", drawn.caption)
+                pictures[name] = _EmbeddedImage(f"data:image/png;base64,{encoded}", drawn.text)
     return pictures
 
 

@@ -2,8 +2,8 @@
 // Charts are drawn one after the other, so that the page can be read meanwhile: those of sections that are open, the
 // others when theirs is opened. Printing opens and finishes what is left.
 (() => {
-  const PRINTED_WIDTH = 1030; // of a sheet's 680 pixels, by the style sheet's zoom
-  const PRINTED_HEIGHT = 1000; // less than a page, so that a page with little room is followed by a full one
+  // Pixels of a drawing before the style sheet's zoom for paper; much lower than a page, so that pages get full.
+  const PRINTED_WIDTH = 1030, PRINTED_HEIGHT = 900;
   const waiting = new Set(document.querySelectorAll(".plot"));
   const drawn = [];
 

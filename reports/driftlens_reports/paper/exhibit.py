@@ -52,6 +52,8 @@ _UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"
 # matplotlib's settings are global; a server may draw in several threads.
 _SETTINGS = threading.RLock()
 
+# Letters of a caption in an inch of a line, in the usual 9 points.
+_LETTERS = 17.5
 # The last sentence of the caption of figures that print numbers.
 ROUNDED = "Printed numbers are rounded; gains and changes use unrounded values."
 
@@ -138,12 +140,35 @@ class ExhibitOptions(ExhibitRequest):
         for name in self.names:
             require_known_name("task or variant", name, tuple(sorted(valid)))
         in_specs = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
-        names = in_specs | self.names
+        names = readable_names(sorted(valid)) | in_specs | self.names
         for run in runs:
             # Columns of tables are found by their heads.
             if len({names.get(task, task) for task in run.tasks}) < len(run.tasks):
                 raise DataError(f"two tasks of run {run.name} have one name", hint="Give each its own.")
         return names
+
+
+_KNOWN_NAMES = {
+    **{"featcal": "FeatCal", "prob_surgery": "ProbSurgery", "sun397": "SUN397", "resisc45": "RESISC45"},
+    **{"eurosat": "EuroSAT", "svhn": "SVHN", "gtsrb": "GTSRB", "mnist": "MNIST", "dtd": "DTD", "cola": "CoLA"},
+    **{"mnli": "MNLI", "mrpc": "MRPC", "qnli": "QNLI", "qqp": "QQP", "rte": "RTE", "sst2": "SST-2", "stsb": "STS-B"},
+    **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "emnist": "EMNIST", "kmnist": "KMNIST", "stl10": "STL-10"},
+}
+_MODELS = frozenset(("base", "merged", "expert", "experts"))
+
+
+def readable_names(names: Sequence[str]) -> dict[str, str]:
+    """Return names of tasks and calibrations as papers write them: "mnist" as MNIST, "house_numbers" as House numbers.
+
+    Names that are already written with capitals stay, and so do names that would become the same.
+    """
+    shown = {
+        name: _KNOWN_NAMES.get(name, name.replace("_", " ").capitalize() if name.islower() else name)
+        for name in names
+        if name not in _MODELS and ":" not in name
+    }
+    written = [*shown.values()]
+    return {name: title for name, title in shown.items() if written.count(title) == 1}
 
 
 def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
@@ -165,13 +190,19 @@ class MissingPart:
 
 @dataclass(frozen=True)
 class ExhibitResult:
-    """A finished paper figure or table: caption, LaTeX, missing parts, and every number in `data`."""
+    """A finished paper figure or table: caption, notes, LaTeX, missing parts, and every number in `data`."""
 
     data: pd.DataFrame
     caption: str
+    notes: tuple[str, ...] = ()
     figure: Figure | None = None
     latex: str | None = None
     missing: tuple[MissingPart, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The caption followed by all notes."""
+        return " ".join([self.caption, *self.notes])
 
 
 Draw = Callable[[Sequence[DriftRun], ExhibitOptions], ExhibitResult]
@@ -219,10 +250,24 @@ def sample_count_sentence(rows: pd.DataFrame) -> str:
     return f"n = {count_range(counts)} samples of the diagnosis split{per_task}."
 
 
-def join_caption(sentences: Iterable[str], gaps: Iterable[MissingPart] = ()) -> str:
-    """Join caption sentences without duplicates, followed by one for each missing part."""
+def split_caption(
+    options: ExhibitOptions, sentences: Iterable[str], runs: Sequence[DriftRun], gaps: Iterable[MissingPart] = ()
+) -> tuple[str, tuple[str, ...]]:
+    """Return a caption of at most two lines and, as notes, the other sentences, provenance and missing parts.
+
+    Args:
+        options: the user's options, whose style has the width of a line.
+        sentences: the caption's sentences, the most important one first.
+        runs: the runs that the exhibit shows.
+        gaps: what the runs lack.
+    """
+    first, *others = (strip_control_chars(sentence) for sentence in dict.fromkeys(sentences) if sentence)
+    caption, most = [first], 2 * int(options.width * _LETTERS)
+    while others and len(" ".join([*caption, others[0]])) <= most:
+        caption.append(others.pop(0))
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in gaps]
-    return " ".join(strip_control_chars(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence)
+    notes = [*others, *map(strip_control_chars, [*provenance_sentences(runs), *lacking])]
+    return " ".join(caption), tuple(dict.fromkeys(notes))
 
 
 _RECORDED = ("created", "spec_digest", "schema_version", "synthetic")
@@ -282,6 +327,8 @@ class Artifact(ExhibitResult):
             "title": self.exhibit.title,
             "command": _export_command(self.exhibit, self.runs, self.options),
             "options": self.options.model_dump(),
+            "caption": self.caption,
+            "notes": list(self.notes),
             "runs": [
                 {
                     **{"id": run.id, "name": run.name},
@@ -312,7 +359,7 @@ def draw_exhibit(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -
     chosen = exhibits[name]
     look = use_venue_style(options.style) if chosen.kind == "figure" else contextlib.nullcontext()
     with look, use_display_names(options.display_names_of(runs)):
-        drawn = vars(chosen.draw(runs, options))
+        drawn = dict(vars(chosen.draw(runs, options)))
     return Artifact(**drawn, exhibit=chosen, runs=tuple(runs), options=options)
 
 

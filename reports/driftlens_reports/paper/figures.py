@@ -48,6 +48,8 @@ from driftlens_reports.paper.plate import (
     variant_colour,
 )
 
+# Opacity of the second of two bars of one model.
+_LIGHT = 0.4
 # Samples drawn per panel; more would hide one another.
 MOST = 400
 
@@ -96,7 +98,12 @@ def _draw_intro_figure(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
         ]
     scores, bars = _draw_score_bars(plate, bottom.subplots(), run, options)
     add_legend(plate.figure, {**bars, **entries})
-    return plate.finish("Feature drift after merging and after calibration.", *caption, *scores, ROUNDED)
+    return plate.finish(
+        "Feature drift before and after calibration: (a) final features, (b) drift by layer, (c) scores.",
+        *caption,
+        *scores,
+        ROUNDED,
+    )
 
 
 def _draw_score_bars(
@@ -126,7 +133,7 @@ def _draw_score_bars(
         counts |= {score.n for score in scores if score.n}
         values = {"accuracy": ends["value"], "ci_low": ends["low"], "ci_high": ends["high"]}
         plate.record("c", run, values, task=[*metrics], variant=variant)
-    axes.set_xticks(range(len(metrics)), [shorten_middle(task_title(task), 11) for task in metrics])
+    axes.set_xticks(range(len(metrics)), [shorten_middle(task_title(task), 14) for task in metrics])
     axes.tick_params(axis="x", rotation=30 if len(metrics) > 6 else 0)
     quantities = ", ".join(sorted({metric.title for metric in metrics.values()}))
     axes.set_title(f"(c) {quantities} by task")
@@ -334,9 +341,15 @@ def _draw_norms_by_layer(
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
     _label_layer_axis(body, [layer.index for layer in run.manifest.layers if layer.role != "head"])
-    head.set(xticks=sorted(heads), xlim=(max(heads) - 0.5, max(heads) + 0.5) if heads else (0, 1))
-    head.set_title("head", fontsize=rcParams["xtick.labelsize"])
+    _finish_head_panel(head, sorted(heads))
     return body, entries
+
+
+def _finish_head_panel(axes: Axes, heads: Sequence[int]) -> None:
+    """Label the narrow panel of the head, whose values start at 0."""
+    axes.set_ylim(bottom=0)
+    axes.set(xticks=heads, xlim=(max(heads) - 0.5, max(heads) + 0.5) if heads else (0, 1))
+    axes.set_title("head", fontsize=rcParams["xtick.labelsize"])
 
 
 def _label_layer_axis(axes: Axes, layers: Sequence[int]) -> None:
@@ -349,10 +362,7 @@ def _label_layer_axis(axes: Axes, layers: Sequence[int]) -> None:
 @figure("drift", title="Relative drift by task and layer")
 def _draw_drift_heatmaps(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared_variants(runs[0])
-    lead = (
-        "Drift relative to the expert's feature norm (ratios of sums over samples) by task and layer, one panel per "
-        "variant on one colour scale."
-    )
+    lead = "Drift relative to the expert's feature norm, by task and layer, on one colour scale."
     across = 1 if options.is_single_column else max(len(variants), 1)
     down = -(-len(variants) // across) or 1
     plate = _new_figure(run, options, down * (0.7 + 0.2 * len(tasks)))
@@ -383,7 +393,7 @@ def _draw_drift_heatmaps(runs: Sequence[DriftRun], options: ExhibitOptions) -> E
     bar = plate.figure.colorbar(mesh, ax=cells, label="relative drift", pad=0.02)
     format_percent_axis(bar.ax.yaxis)
     gap = "Grey: not measured." if rows["drift_rel"].isna().any() else ""
-    return plate.finish(lead, gap, sample_count_sentence(rows))
+    return plate.finish(lead, "Ratios of sums over samples.", gap, sample_count_sentence(rows))
 
 
 def _new_figure(run: DriftRun, options: ExhibitOptions, height: float) -> PaperFigure:
@@ -457,16 +467,16 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
         axes.set_title(f"({letter}) {shorten_middle(variant_title(variant), 28)}")
     entries = {
         "carried by Jacobians": Patch(facecolor="#777777"),
-        "swapping prefixes": Patch(facecolor="white", edgecolor="#777777", hatch="////"),
-        "remainder": Patch(facecolor="white", edgecolor="#222222", hatch="xxxx"),
+        "swapping prefixes (light)": Patch(facecolor="#777777", alpha=_LIGHT),
+        "remainder": Patch(facecolor="#222222"),
     }
     add_legend(plate.figure, entries)
     shown = run.layers(task)
     has_intervals = shown.loc[shown["variant"].isin(variants), "final_share_low"].notna().any()
     return plate.finish(
         lead,
-        f"Task: {task_title(task)}. Solid: propagated by path-averaged Jacobians; they sum to 100 % with the remainder "
-        "R. Hatched: by swapping model prefixes; they sum to 100 %.",
+        f"Task: {task_title(task)}. Dark: propagated by path-averaged Jacobians; they sum to 100 % with the remainder "
+        "R. Light: by swapping model prefixes; they sum to 100 %.",
         "Whiskers: 95 % bootstrap intervals over the samples with Jacobians." if has_intervals else "",
         sample_count_sentence(shown),
         _jacobian_samples_sentence(shown),
@@ -478,12 +488,12 @@ def _draw_share_bars(plate: PaperFigure, axes: Axes, run: DriftRun, panel: str, 
     layers, colour = rows["layer"].to_numpy(), variant_colour(run.variants, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
     axes.bar(layers - 0.2, np.nan_to_num(carried), 0.38, color=colour)
-    axes.bar(layers + 0.2, np.nan_to_num(swapped), 0.38, facecolor="white", edgecolor=colour, hatch="////")
+    axes.bar(layers + 0.2, np.nan_to_num(swapped), 0.38, color=colour, alpha=_LIGHT)
     remainder = rows["remainder_share"].dropna().astype(float)
     # The remainder has a bar after the last layer.
     place = int(layers.max()) + 1
     for value in remainder:
-        axes.bar([place], [value], 0.38, facecolor="white", edgecolor="#222222", hatch="xxxx")
+        axes.bar([place], [value], 0.38, color="#222222")
         plate.record(panel, run, {"remainder_share": value}, task=task, variant=variant, layer=place - 1)
     low, high = (rows[f"final_share_{end}"].astype(float) for end in ("low", "high"))
     axes.vlines(layers - 0.2, low, high, color="#222222", linewidth=rcParams["axes.linewidth"])
@@ -503,22 +513,28 @@ def _draw_amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     plate = _new_figure(run, options, options.width * (0.75 if options.is_single_column else 0.42))
     if plate.lacks(plate.figure, "amplification", run, "layers", ["amplification"], [task], variants):
         return plate.finish(lead)
-    axes = plate.figure.subplots()
+    # The head maps into another space, so its gain has another scale.
+    body, head = plate.figure.subplots(1, 2, width_ratios=(1.0, 0.1))
     entries: dict[str, Artist] = {}
+    heads = [layer.index for layer in run.manifest.layers if layer.role == "head"]
     for variant in variants:
-        entries[variant_title(variant)] = _draw_layer_curve(plate, axes, run, "a", task, variant, "amplification")
         rows, style = run.layers(task, variant).sort_values("layer"), line_style(run.variants, variant)
-        layers = rows["layer"].to_numpy()
-        middle, low, high, error, gain = rows[[*_GAINS]].astype(float).to_numpy().T
-        band = (middle * (1 - error), middle * (1 + error))
-        axes.fill_between(layers, *band, color=style["color"], alpha=0.12, linewidth=0)
-        axes.vlines(layers, low, high, color=style["color"])
-        axes.plot(layers, gain, **{**style, "linestyle": "", "markerfacecolor": "none"})
-        plate.record("a", run, rows[[*_GAINS[1:]]], task=task, variant=variant, layer=layers)
-    draw_guide_line(axes, 1)
-    axes.grid(axis="y")
-    axes.set_ylabel("amplification")
-    _label_layer_axis(axes, [layer.index for layer in run.manifest.layers])
+        for axes, chosen in ((body, ~rows["layer"].isin(heads)), (head, rows["layer"].isin(heads))):
+            layers = rows.loc[chosen, "layer"].to_numpy()
+            middle, low, high, error, gain = rows.loc[chosen, [*_GAINS]].astype(float).to_numpy().T
+            (line,) = axes.plot(layers, middle, **style)
+            entries.setdefault(variant_title(variant), line)
+            axes.fill_between(layers, middle * (1 - error), middle * (1 + error), color=style["color"], alpha=0.12)
+            axes.vlines(layers, low, high, color=style["color"])
+            axes.plot(layers, gain, **{**style, "linestyle": "", "markerfacecolor": "none"})
+        plate.record("a", run, rows[[*_GAINS]], task=task, variant=variant, layer=rows["layer"].to_numpy())
+    draw_guide_line(body, 1)
+    body.set_ylabel("amplification")
+    _label_layer_axis(body, [layer.index for layer in run.manifest.layers if layer.role != "head"])
+    _finish_head_panel(head, heads)
+    for axes in (body, head):
+        axes.grid(axis="y")
+    entries["random directions"] = Line2D([], [], linestyle="", marker="s", color="#777777", markerfacecolor="none")
     add_legend(plate.figure, entries)
     shown = run.layers(task)
     there = shown[shown["variant"].isin(variants)].notna().any()

@@ -28,9 +28,8 @@ from driftlens_reports.paper.exhibit import (
     ExhibitOptions,
     ExhibitResult,
     MissingPart,
-    join_caption,
-    provenance_sentences,
     spec_section,
+    split_caption,
     table,
 )
 
@@ -136,7 +135,9 @@ def _score_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitRe
         notes.append("Correlations are times 100; averages mix them with accuracies.")
     missing = [] if used else [MissingPart("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
     caption = f"Scores (%) by task. {GAIN}: points of the average over the merged model."
-    return _finish_tables("accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing)
+    return _finish_tables(
+        "accuracy", options, "Model", [*parts.values()], caption, used, notes if used else [], missing
+    )
 
 
 def _task_column_header(task: str, metric: Metric) -> str:
@@ -149,7 +150,7 @@ def _score_table_rows(
     method = str(spec_section(run, "merge").get("method", ""))
     merged = variant_title("merged")
     labels = {"base": variant_title("base"), "expert": "experts"}
-    labels["merged"] = f"{merged} ({method})" if method and merged == "merged" else merged
+    labels["merged"] = f"{merged} ({method.replace('_', ' ')})" if method and merged == "merged" else merged
     labels |= {variant: variant_title(variant) for variant in _variants_after_merged(run, options)}
     lines = []
     for variant, label in labels.items():
@@ -232,7 +233,9 @@ def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -
     missing = [] if lines else [MissingPart("Measured rows", f"`{CALIBRATE}` adds one")]
     shown = [run for run in runs if run.manifest.calibrations]
     caption = f"Cost of calibrating a merged model.{over}"
-    return _finish_tables("runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing)
+    return _finish_tables(
+        "runtime", options, "Calibration", [lines], caption, shown, [about] if lines else [], missing
+    )
 
 
 @table("self-checks", title="Self-checks")
@@ -258,11 +261,12 @@ def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
         "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     )
     note = "A check that was not measured does not count as holding."
-    return _finish_tables("self-checks", "Check", [lines], caption, runs, [note], missing)
+    return _finish_tables("self-checks", options, "Check", [lines], caption, runs, [note], missing)
 
 
 def _finish_tables(
     name: str,
+    options: ExhibitOptions,
     label: str,
     parts: Sequence[Sequence[_TableRow]],
     caption: str,
@@ -271,13 +275,12 @@ def _finish_tables(
     missing: Sequence[MissingPart],
 ) -> ExhibitResult:
     """Convert tables to LaTeX and plain data, one LaTeX table each."""
-    notes = [*notes, *provenance_sentences(runs)]
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in missing]
     frames = [_latex_cell_frame(lines, label) for lines in parts or [[]]]
     latex = latex_tables(frames, name, [caption] * len(frames), [*notes, *lacking])
     return ExhibitResult(
         _long_format_data(parts),
-        join_caption([caption, *notes], missing),
+        *split_caption(options, [caption, *notes], runs, missing),
         latex=latex,
         missing=tuple(missing),
     )

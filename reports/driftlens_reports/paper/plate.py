@@ -25,8 +25,7 @@ from driftlens_reports.paper.exhibit import (
     ExhibitOptions,
     ExhibitResult,
     MissingPart,
-    join_caption,
-    provenance_sentences,
+    split_caption,
 )
 
 # Columns of the plotted numbers; figures of sweeps also have the settings.
@@ -58,7 +57,7 @@ class PaperFigure:
         self.figure = Figure(figsize=(options.width, height), layout="constrained")
         # The layout needs a canvas; pyplot would keep every figure in memory.
         FigureCanvasAgg(self.figure)
-        self._runs = runs
+        self._runs, self._options = runs, options
         self._missing: list[MissingPart] = []
         self._rows: list[pd.DataFrame] = []
 
@@ -111,14 +110,14 @@ class PaperFigure:
             self._missing.append(gap)
 
     def finish(self, lead: str, *caption: str) -> ExhibitResult:
-        """Return the finished figure; its caption names the runs after `lead`, and missing parts last."""
+        """Return the finished figure; what has no room in the caption after `lead` becomes a note."""
         self._freeze_layout()
         frame = pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
         extra = [name for name in frame.columns if name not in COLUMNS]
         frame = frame.reindex(columns=[*COLUMNS[:-2], *extra, *COLUMNS[-2:]])
         frame = frame[frame["value"].notna()].reset_index(drop=True).astype({"layer": "Int64"})
-        text = join_caption([lead, *provenance_sentences(self._runs), *caption], self._missing)
-        return ExhibitResult(frame, text, figure=self.figure, missing=tuple(self._missing))
+        text, notes = split_caption(self._options, [lead, *caption], self._runs, self._missing)
+        return ExhibitResult(frame, text, notes, figure=self.figure, missing=tuple(self._missing))
 
     def _freeze_layout(self) -> None:
         """Compute the layout once, so that every file format shows the same."""

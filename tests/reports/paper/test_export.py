@@ -14,7 +14,14 @@ import pytest
 import driftlens as dl
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError, SpecError
-from driftlens_reports.paper.exhibit import FORMATS, ExhibitOptions, draw_exhibit, exhibits, export_exhibits
+from driftlens_reports.paper.exhibit import (
+    FORMATS,
+    ExhibitOptions,
+    draw_exhibit,
+    exhibits,
+    export_exhibits,
+    readable_names,
+)
 from tests.reports.paper.drawn import code_of, words
 from tests.reports.paper.saved_runs import table_run
 from tests.runs.full_run import Size, write_full_run, write_run
@@ -214,3 +221,31 @@ def test_the_first_figure_shows_the_task_with_the_median_gain(tmp_path: Path) ->
     assert gains[options.median_task_of(run)] == median.iloc[0]
     assert ExhibitOptions(task=run.tasks[0]).median_task_of(run) == run.tasks[0]
     assert f"(a) final features, {options.median_task_of(run)}" in words(draw_exhibit("intro", [run], options).figure)
+
+
+@pytest.mark.parametrize("style", ["neurips", "icml-column"])
+@pytest.mark.parametrize("name", list(exhibits))
+def test_captions_have_two_lines_and_provenance_has_the_rest(name: str, style: str, run: DriftRun) -> None:
+    shown = draw_exhibit(name, [run], ExhibitOptions(style=style))
+    assert len(shown.caption) <= 2 * int(shown.options.width * 17.5) and shown.caption.endswith(".")
+    told = shown.provenance()
+    assert told["caption"] == shown.caption and told["notes"] == list(shown.notes)
+    if len(shown.data):
+        assert any(run.id in note for note in shown.notes) and run.id not in shown.caption
+    assert shown.latex is None or run.id not in shown.latex
+
+
+def test_names_are_written_as_papers_write_them() -> None:
+    names = ["mnist", "house_numbers", "ImageNet", "merged", "featcal", "prob_surgery", "calibrated:featcal"]
+    assert readable_names(names) == {
+        **{"mnist": "MNIST", "house_numbers": "House numbers", "ImageNet": "ImageNet"},
+        **{"featcal": "FeatCal", "prob_surgery": "ProbSurgery"},
+    }
+    assert readable_names(["a_b", "a b"]) == {}, "two tasks keep two names"
+
+
+def test_there_are_twelve_exhibits_and_their_bars_are_solid(run: DriftRun) -> None:
+    assert len(exhibits) == 12
+    for name in ("intro", "contributions", "output-drift"):
+        figure = draw_exhibit(name, [run], ExhibitOptions()).figure
+        assert figure is not None and not any(bar.get_hatch() for axes in figure.axes for bar in axes.patches)

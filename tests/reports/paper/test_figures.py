@@ -132,7 +132,7 @@ def _from_table(run: DriftRun, row: dict[str, object]) -> float | None:
 
 @figures
 def test_captions_name_run_and_samples(name: str, run: DriftRun) -> None:
-    caption = draw(name, run).caption
+    caption = draw(name, run).text
     assert f"upstream ({run.id})" in caption
     if name not in WITHOUT_LAYERS:
         assert "n = 24 samples of the diagnosis split" in caption or "24 diagnosis samples" in caption
@@ -141,7 +141,7 @@ def test_captions_name_run_and_samples(name: str, run: DriftRun) -> None:
 def test_a_synthetic_run_is_called_one(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", synthetic=True))
     # One figure per way captions are begun: of one run, and of several.
-    assert all("no benchmark" in draw(name, run).caption for name in ("drift", "sweeps"))
+    assert all("no benchmark" in draw(name, run).text for name in ("drift", "sweeps"))
 
 
 @quick_figures
@@ -149,7 +149,7 @@ def test_what_a_run_lacks_is_said_and_not_invented(name: str, bare: DriftRun) ->
     drawn = draw(name, bare)
     assert drawn.missing
     for panel in drawn.missing:
-        assert panel.name in drawn.caption and panel.missing in drawn.caption
+        assert panel.name in drawn.text and panel.missing in drawn.text
         assert "`driftlens" in panel.missing
     assert not drawn.data["value"].isna().any()
     shown = set(drawn.data["variant"].dropna())
@@ -174,7 +174,7 @@ def test_one_task_and_one_sample_fill_a_column(name: str, tiny: DriftRun) -> Non
 def test_names_are_drawn_letter_by_letter(name: str, hostile: DriftRun) -> None:
     drawn = draw(name, hostile, task=HOSTILE[0])
     assert not any(text.get_parse_math() for text in texts(drawn.figure))
-    assert "\x1b" not in drawn.caption + words(drawn.figure)
+    assert "\x1b" not in drawn.text + words(drawn.figure)
     if name in ("intro", "scatter-grid", "drift", "output-drift"):
         assert "$x_1$" in words(drawn.figure)
 

@@ -85,20 +85,20 @@ def test_many_samples_are_thinned_and_the_caption_says_so(tmp_path: Path) -> Non
     path = write_full_run(tmp_path / "run", tasks=["cars"], size=Size(blocks=1, samples=MOST + 20))
     drawn = draw("intro", open_run(path))
     assert len(values(drawn, "x", variant="merged")) == MOST
-    assert f"{MOST} of {MOST + 20} samples are drawn" in drawn.caption
+    assert f"{MOST} of {MOST + 20} samples are drawn" in drawn.text
 
 
 @pytest.mark.slow
 def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"])
-    assert "needs a Jacobian" not in draw("amplification", open_run(path)).caption
+    assert "needs a Jacobian" not in draw("amplification", open_run(path)).text
     with RunWriter.resume(path) as writer:
         rows = open_run(path).layers()
         writer.append("layers", rows.assign(jacobian_samples=16), replace=True)
     for name in ("amplification", "contributions"):
-        caption = draw(name, open_run(path)).caption
+        caption = draw(name, open_run(path)).text
         assert "n = 24 samples" in caption and "needs a Jacobian: n = 16 of these samples" in caption
-    assert "needs a Jacobian" not in draw("drift", open_run(path)).caption, "nothing in it does"
+    assert "needs a Jacobian" not in draw("drift", open_run(path)).text, "nothing in it does"
 
 
 @pytest.mark.parametrize(("factor", "start"), [("lam", "(a)"), ("alpha", "(b)"), ("rho", "(c)")])
@@ -142,14 +142,14 @@ def test_a_seed_that_lacks_a_task_makes_no_average(tmp_path: Path) -> None:
     is_torn = (torn["sweep"] == "n") & (torn["seed"] == 2) & (torn["task"] == "cars")
     with RunWriter.resume(path) as writer:
         writer.append("sweeps", torn[is_torn].assign(accuracy=np.nan), replace=True)
-    caption = draw("efficiency", open_run(path)).caption
-    assert "mean over 2 seeds" in caption and "mean over 3 seeds" in draw("efficiency", full).caption
+    caption = draw("efficiency", open_run(path)).text
+    assert "mean over 2 seeds" in caption and "mean over 3 seeds" in draw("efficiency", full).text
 
 
 def test_one_seed_has_no_spread(tmp_path: Path) -> None:
     drawn = draw("efficiency", figure_run(tmp_path / "run", seeds=(4,)))
     assert not values(drawn, "accuracy (average over tasks), std over seeds")
-    assert "One seed per point, so no spread is shown." in drawn.caption
+    assert "One seed per point, so no spread is shown." in drawn.text
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_lambda_zero_is_left_out_and_mentioned(tmp_path: Path) -> None:
     with RunWriter.resume(path) as writer:
         writer.append("sweeps", zero)
     drawn = draw("sweeps", open_run(path))
-    assert "λ = 0 was measured too" in drawn.caption
+    assert "λ = 0 was measured too" in drawn.text
     assert (drawn.data["lam"].dropna() > 0).all()
 
 

@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 def test_figures_say_the_names_that_a_writer_gives(name: str, run: DriftRun) -> None:
     options = ExhibitOptions(names=NAMES, task="mnist" if name != "scatter-grid" else None)
     shown = draw_exhibit(name, [run], options)
-    said = f"{words(shown.figure)} {shown.caption}"
+    said = f"{words(shown.figure)} {shown.text}"
     assert "Ours" in said and "Rest" in said and "Digits_0 & 50 %" in said
     assert not {"mnist", "residual"} & set(said.replace(",", " ").replace(":", " ").split())
     assert "merged" in set(shown.data["variant"]), "data keep the names of the run"
@@ -150,7 +150,7 @@ def test_no_exhibit_names_a_folder_of_this_machine(run: DriftRun) -> None:
         shown = drawn(name, run)
         artifact = draw_exhibit(name, [run], ExhibitOptions()) if name in ("accuracy", "intro") else None
         told = json.dumps(artifact.provenance()) if artifact else ""
-        said = f"{shown.caption} {shown.latex} {shown.data.to_csv()} {told}"
+        said = f"{shown.text} {shown.latex} {shown.data.to_csv()} {told}"
         said += words(shown.figure) if shown.figure else ""
         assert not [place for place in places if place in said], name
 
@@ -192,8 +192,8 @@ def test_shares_have_whiskers_at_the_ends_of_their_intervals(run: DriftRun) -> N
     ends = np.concatenate(segments(shown.figure.axes[0])).reshape(-1, 2)[:, 1] if shown.figure else []
     for value in run.layers("mnist", "merged")["final_share"]:
         assert np.isclose(ends, value - 0.05).any() and np.isclose(ends, value + 0.1).any()
-    assert "Whiskers: 95 %" in shown.caption
-    assert "Whiskers" not in drawn("contributions", run, task="mnist").caption
+    assert "Whiskers: 95 %" in shown.text
+    assert "Whiskers" not in drawn("contributions", run, task="mnist").text
 
 
 def test_amplification_has_whiskers_at_the_ends_of_its_intervals(run: DriftRun) -> None:
@@ -203,8 +203,8 @@ def test_amplification_has_whiskers_at_the_ends_of_its_intervals(run: DriftRun) 
     for value in rows["amplification"].dropna():
         assert np.isclose(ends, value - 0.05).any() and np.isclose(ends, value + 0.1).any()
     assert {"amplification_low", "amplification_high"} <= set(shown.data["quantity"])
-    assert "Whiskers: 95 %" in shown.caption
-    assert "Whiskers" not in drawn("amplification", run, task="mnist").caption
+    assert "Whiskers: 95 %" in shown.text
+    assert "Whiskers" not in drawn("amplification", run, task="mnist").text
 
 
 def test_the_head_has_a_panel_of_its_own_where_drift_is_in_feature_units(run: DriftRun) -> None:

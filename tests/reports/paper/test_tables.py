@@ -145,9 +145,9 @@ def test_self_checks_are_told_as_they_are(run: DriftRun) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_names_its_runs_or_says_what_fills_it(name: str, run: DriftRun) -> None:
     shown = drawn(name, run)
-    assert (run.id in shown.caption) == (not shown.data.empty)
+    assert (run.id in shown.text) == (not shown.data.empty)
     assert not shown.data.empty or shown.missing
     for part in shown.missing:
-        assert part.missing in shown.caption
+        assert part.missing in shown.text
     assert f"\\label{{tab:drift-{name}}}" in (shown.latex or "")
     pd.testing.assert_frame_equal(shown.data, drawn(name, run).data)

@@ -353,7 +353,8 @@
 
   // ---- names of clusters ---------------------------------------------------------------------------------------
   const MOST_LABELS = 24, FEWEST = 4, SMALL_WORDS = 3;
-  const wordsOf = (i) => [...new Set((data.texts[i] ?? "").toLowerCase().match(/[\p{L}\p{N}'-]+/gu) ?? [])].filter((text) => text.length > SMALL_WORDS);
+  const vocabularies = [];
+  const wordsOf = (i) => (vocabularies[i] ??= [...new Set((data.texts[i] ?? "").toLowerCase().match(/[\p{L}\p{N}'-]+/gu) ?? [])].filter((text) => text.length > SMALL_WORDS));
   const clustersOf = (panel) => { // places in units of the panel: of each class, else of clusters of texts
     const members = new Map(), { n, start, xy } = panel, add = (name, i) => { if (!members.has(name)) members.set(name, []); members.get(name).push(i); };
     const shown = Array.from({ length: n }, (_, i) => i).filter((i) => passes[start + i] && Number.isFinite(xy[2 * i]));
@@ -615,12 +616,15 @@
     box.ontoggle = () => { if (state.isCompared !== box.open) { state.isCompared = box.open; refresh(); } };
     if (!state.isCompared) return box;
     const found = separating(list), rows = found.map(({ key, text, here, there }) => [button(text, "link", () => setColour(key)), percent(here), percent(there)]);
-    box.append(found.length ? tabled(["column and values", "here", "elsewhere"], rows, "numbers", "Columns that best separate these samples from the other shown ones, best first; a click colours by one. Left out: differences that chance may explain (95 %).") : made("p", "quiet", "No column separates these samples from the others by more than chance may explain."));
+    box.append(found.length ? tabled(["column and values", "here", "elsewhere"], rows, "numbers", `Columns that best separate these samples from the other shown ones, best first; a click colours by one. Left out: differences that chance may explain (95 %).${inTasks().length > MOST_RANKED ? ` Compared: at most ${MOST_RANKED} samples of each side.` : ""}`) : made("p", "quiet", "No column separates these samples from the others by more than chance may explain."));
     return box;
   };
   // The largest difference of shares, here and elsewhere: over all thresholds of numbers (Kolmogorov and Smirnov), over single values of names.
+  const MOST_RANKED = 10000, thinned = (all) => { const step = Math.ceil(all.length / MOST_RANKED); return step > 1 ? all.filter((_, at) => at % step === 0) : all; };
   const separating = (list) => {
-    const inside = new Set(list), others = inTasks().filter((i) => !inside.has(i)), n = list.length, m = others.length, found = [];
+    const inside = new Set(list), others = thinned(inTasks().filter((i) => !inside.has(i))), found = [];
+    list = thinned(list);
+    const n = list.length, m = others.length;
     if (!n || !m) return found;
     const limit = (choices, a, b) => Math.sqrt(Math.log((2 * choices) / 0.05) / 2) * Math.sqrt((a + b) / (a * b)); // by Massart; several choices by Bonferroni
     const best = (key, title, all, a = n, b = m) => { // all: name, share here, share elsewhere; of a and b samples

@@ -112,7 +112,7 @@ def bold_of(run: DriftRun) -> list[str]:
 
 def test_only_what_is_told_apart_from_the_next_best_is_bold(run: DriftRun) -> None:
     few = {"merged": 40, "calibrated:featcal": 60}
-    assert bold_of(with_answers(run, {**few, "calibrated:residual": 90})) == ["residual"]
+    assert bold_of(with_answers(run, {**few, "calibrated:residual": 90})) == ["Residual"]
     assert not bold_of(with_answers(run, {**few, "calibrated:residual": 62})), "62 and 60 of 100"
     assert not bold_of(with_answers(run, {"merged": 99})), "nothing to compare with but base and expert"
 
@@ -189,7 +189,9 @@ def test_negative_shares_are_drawn_below_zero(run: DriftRun) -> None:
 
 def test_shares_have_whiskers_at_the_ends_of_their_intervals(run: DriftRun) -> None:
     shown = drawn("contributions", with_ends(run), task="mnist")
-    ends = np.concatenate(segments(shown.figure.axes[0])).reshape(-1, 2)[:, 1] if shown.figure else []
+    panels = shown.figure.axes if shown.figure else []
+    assert [axes.get_title() for axes in panels] == ["", "head"]
+    ends = np.concatenate([np.concatenate(segments(axes)).reshape(-1, 2)[:, 1] for axes in panels])
     for value in run.layers("mnist", "merged")["final_share"]:
         assert np.isclose(ends, value - 0.05).any() and np.isclose(ends, value + 0.1).any()
     assert "Whiskers: 95 %" in shown.text

@@ -1,4 +1,4 @@
-"""Frame rate and response times of the explorer with 20,000 samples, in Chromium that draws in software."""
+"""Frame rate and response times of the explorer with many samples, in Chromium that draws in software."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import tempfile
 from typing import Any
 
 from benchmarks.figures import record
+from driftlens.config.requests import ViewRequest
 from driftlens_reports.explorer import Explorer
 from tests.browser.chromium import lacking, launch
 from tests.runs.full_run import Size, write_full_run
 
-SIZE = Size(blocks=2, samples=20_000, width=32, classes=10, tests=400)
+SIZES = [Size(blocks=2, samples=samples, width=32, classes=10, tests=400) for samples in (20_000, 100_000)]
 REPEATS = 5
 WANTED = (30, 100, 150)
 """Frames a second, milliseconds of a change of colour and of a brush."""
 
 _MOVED = """() => new Promise(done => {
-    const times = [];
+    const times = [], strides = [];
     explorer.state.stage = 0;
     explorer.goTo(explorer.stages - 1);
     const tick = now => {
-        times.push(now);
-        explorer.state.stage < explorer.stages - 1 ? requestAnimationFrame(tick) : done(times);
+        times.push(now); strides.push(explorer.stride());
+        explorer.state.stage < explorer.stages - 1 ? requestAnimationFrame(tick) : done([times, Math.max(...strides)]);
     };
     requestAnimationFrame(tick);
 })"""
-"""The moments at which the browser drew, from the first model to the last."""
+"""The moments at which the browser drew, from the first model to the last, and the largest stride."""
 _COLOURED = """name => new Promise(done => {
     const started = performance.now();
     explorer.setColour(name);
@@ -49,10 +50,15 @@ def run(device: str) -> None:
         return
     from playwright.sync_api import sync_playwright
 
-    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+    for made in SIZES:
+        _record(made, sync_playwright)
+
+
+def _record(of: Size, start: Any) -> None:
+    with tempfile.TemporaryDirectory() as scratch, start() as playwright:
         folder = pathlib.Path(scratch)
-        made = write_full_run(folder / "run", tasks=["many"], size=SIZE)
-        path = Explorer(made).save(folder / "page.html")
+        made = write_full_run(folder / "run", tasks=["many"], size=of)
+        path = Explorer(made, ViewRequest(samples=of.samples)).save(folder / "page.html")
         browser = launch(playwright)
         window = browser.new_page(viewport={"width": 1400, "height": 1000})
         window.goto(path.as_uri())
@@ -61,20 +67,23 @@ def run(device: str) -> None:
         size = path.stat().st_size
         browser.close()
     frames, colour, brush = WANTED
-    case = f"{SIZE.samples:,} samples moving through four models"
+    case = f"{of.samples:,} samples moving through four models"
     record("explorer", case, f"{found['frames']:.0f} frames per second", f"at least {frames}")
     record("explorer", f"{case}: slowest 5 % of frames", f"{found['slow']:.0f} ms")
     record("explorer", f"{case}: change of colour", f"{found['colour']:.0f} ms", f"at most {colour} ms")
     record("explorer", f"{case}: selection of an area", f"{found['brush']:.0f} ms", f"at most {brush} ms")
+    record("explorer", f"{case}: one of how many is drawn while they move", f"{found['stride']:.0f}")
     record("explorer", f"{case}: size of the page", f"{size / 1e6:.1f} MB")
 
 
 def _measured(window: Any) -> dict[str, float]:
-    moved = [window.measure_scores(_MOVED) for _ in range(3)]
+    moved = [window.evaluate(_MOVED) for _ in range(3)]
+    strides = [stride for _, stride in moved]
+    moved = [times for times, _ in moved]
     gaps = [[b - a for a, b in itertools.pairwise(times)] for times in moved]
     colours = ["class", "drift", "right", "margin", "outcome"][:REPEATS]
-    coloured = [window.measure_scores(_COLOURED, name) for name in colours]
-    window.measure_scores(_LISTEN)
+    coloured = [window.evaluate(_COLOURED, name) for name in colours]
+    window.evaluate(_LISTEN)
     box = window.locator("canvas").bounding_box()
     for at in range(REPEATS):
         window.mouse.move(box["x"] + 20 + 30 * at, box["y"] + 20)
@@ -84,8 +93,9 @@ def _measured(window: Any) -> dict[str, float]:
         window.mouse.up()
         window.wait_for_timeout(600)
     return {
+        "stride": max(strides),
         "frames": statistics.median(1000 * len(each) / sum(each) for each in gaps),
         "slow": statistics.median(statistics.quantiles(each, n=20)[-1] for each in gaps),
         "colour": statistics.median(coloured),
-        "brush": statistics.median(window.measure_scores("window.brushed")),
+        "brush": statistics.median(window.evaluate("window.brushed")),
     }

@@ -87,7 +87,7 @@ def _visit(window: Any, name: str) -> float:
     window.wait_for_function(_HAS_OTHER_TITLE, arg=before)
     settled(window)
     window.wait_for_function(_DRAWN)
-    window.measure_scores(_PAINTED)
+    window.evaluate(_PAINTED)
     seconds = time.perf_counter() - started
     window.wait_for_timeout(1000)  # whatever the page still does must not count as the next one's
     return seconds

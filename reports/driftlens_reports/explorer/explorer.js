@@ -1048,7 +1048,7 @@
     bound("search", "search", refilter);
     bound("as", "as", () => {});
     $("panels").options[3].hidden = data.tasks.length < 2;
-    if (hosted) root.style.setProperty("--map", `${Math.max(560, Math.round(0.78 * screen.availHeight))}px`);
+    if (hosted) root.style.setProperty("--map", `${Math.max(740, Math.round(0.82 * screen.availHeight))}px`);
     $("drawer-button").onclick = () => {
       const isClosed = document.querySelector("main").classList.toggle("closed");
       $("drawer-button").textContent = isClosed ? "Show cards" : "Hide cards";

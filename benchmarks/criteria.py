@@ -93,7 +93,7 @@ class SubSuite:
 
 def _repairs(drawn: SubSuite) -> dict[str, tuple[Calibrator, int]]:
     """Calibrators with their number of views, by name."""
-    residual, featcal = calibrators["residual"](mu=0.9), calibrators["featcal"]
+    residual, featcal = calibrators["residual"]().changed(mu=0.9), calibrators["featcal"]
     return {
         "featcal": (featcal(**featcal.presets[repairs.PRESETS[drawn.suite]]), 0),
         "residual": (residual, 0),
@@ -362,7 +362,7 @@ def best_factors(scores: Mapping[str, HeldOutScores]) -> dict[str, HeldOutScores
     kept = {"merged@1": scores["merged@1"], "base@1": scores["base@1"]}
     for name in ("merged", "average", "featcal", "residual, views"):
         # The largest factor first: `min` takes the first of equals.
-        factors = [model for model in reversed(scores) if model.rpartition("@")[0] == name]
+        factors = [model for model in reversed([*scores]) if model.rpartition("@")[0] == name]
         best = min(factors, key=lambda model: scores[model].mean)
         kept.setdefault(best, scores[best])
     return kept

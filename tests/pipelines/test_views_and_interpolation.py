@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource
+from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource, StateSource
 from driftlens.experiment.model_card import calibration_command
+from driftlens.pipelines import calibration_plan
 from driftlens.pipelines.calibrate import calibrate, prepare_calibration
 from driftlens.results.calibration_summary import auto_choice_sentences, calibration_effect_tables
 from driftlens.runs.run import DriftRun
@@ -114,6 +115,18 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(roomy: DriftRun, world:
     assert info.interpolation == {"asked": 0.5, "share": 0.5}
     assert "--interpolate=0.5" in calibration_command("shrunk", info)
     assert any("base + 0.5" in sentence for sentence in auto_choice_sentences(run, "shrunk"))
+
+
+@pytest.mark.slow
+def test_a_share_that_is_applied_twice_is_caught(
+    roomy: DriftRun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(base: StateSource, end: StateSource, share: float) -> InterpolatedSource:
+        return InterpolatedSource(base, InterpolatedSource(base, end, share), share)
+
+    monkeypatch.setattr(calibration_plan, "InterpolatedSource", twice)
+    with pytest.raises(AssertionError):
+        test_all_tensors_keep_a_share_and_the_record_says_so(roomy, world, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -436,6 +436,7 @@ def run(device: str, folder: str = "criteria", numbers: Sequence[int] = range(28
             values = regrets(every, place, parts)[USED]
             halves = "one half" if parts != PARTS else "both halves"
             record("criteria", f"expected disagreement on {title}, {halves}", _interval(values), device=device)
+    record_views(every)
     for experts, group in (("", every), ("experts beyond the trained ones: ", measured[len(every) :])):
         for name, rule in RULES.items():
             models = [rule(one.scores(USED, "both", PARTS[:1])) for one in group]
@@ -446,6 +447,16 @@ def run(device: str, folder: str = "criteria", numbers: Sequence[int] = range(28
             )
             result = f"{_interval(values)}; clearly below base, merge or average in {below}"
             record("criteria", f"{experts}rule: {name}", result, device=device)
+
+
+def record_views(every: Sequence[Measured]) -> None:
+    """Record what views add to residual calibration, for few and for more samples per task."""
+    for title, counts in (("8 or 16 samples per task", (8, 16)), ("64 samples per task", (64,))):
+        group = [one for one in every if one.drawn.samples in counts]
+        gains = [one.test_score("residual, views@1") - one.test_score("residual@1") for one in group]
+        record(
+            "criteria", f"test score of residual calibration, views minus none, {title}", _interval(np.array(gains))
+        )
 
 
 def _interval(values: Array) -> str:

@@ -44,14 +44,14 @@ SUBJECTS = (
         "`automatic`: `--auto` on five draws of 64 samples of each of three real suites. Calibration samples were "
         "training samples of experts, and the merge was at least as good as the base. Rows without a version of "
         "torch are of a version that compared more candidates. `criteria`: sub-suites of the three suites, drawn "
-        "at random: three or four tasks, merge strengths 0.2 to 0.6, 8, 16 or 64 samples per task, half of them "
-        "unseen by the experts; in some, experts are moved 50 to 70 % back to the base and merged with strength 1 "
-        "to 2, so that the base is strong. Values are regrets: test score of the best of 14 candidates minus that "
-        "of the chosen one, with the 95 % interval over sub-suites. Candidates are made from one half of the "
-        "samples, and judged on the other half and on an augmented copy of each sample, unless the row says "
-        "otherwise. In sub-suites with experts beyond the trained ones (extrapolated from the base by 1.5 to "
-        "1.75), a model between base and repair is better than the experts themselves, which no distance to the "
-        "experts can find.",
+        "at random: three or four tasks, merge strengths 0.2 to 0.6, 8, 16 or 64 samples per task, in about half "
+        "of the sub-suites not seen by the experts; in some, experts are moved 50 to 70 % back to the base and "
+        "merged with strength 1 to 2, so that the base is strong. Values are regrets: test score of the best of 14 "
+        "candidates minus that of the chosen one, with the 95 % interval over sub-suites. Candidates are made from "
+        "one half of the samples, and judged on the other half and on an augmented copy of each sample, unless the "
+        "row says otherwise. Experts beyond the trained ones are extrapolated from the base by 1.5 to 1.75. In two "
+        "of these three sub-suites, the best model lies between base and repair and is better than the experts "
+        "themselves, which no distance to the experts can find.",
         ("automatic", "criteria"),
     ),
     Subject(

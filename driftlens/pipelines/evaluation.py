@@ -414,8 +414,8 @@ def training_overlap_text(samples: Mapping[str, SampleSet], study: Study) -> str
         if head is None or min(len(drawn), len(diagnosed)) < 2:
             continue
         confidences = []
-        # Without augmented copies: diagnosis samples have none, so confidences would not be comparable.
-        for part in (dataclasses.replace(drawn, views=None), diagnosed):
+        # Without augmented copies and answers: diagnosis samples have none, so confidences would not be comparable.
+        for part in (dataclasses.replace(drawn, views=None).without_answers, diagnosed):
             features = final_features(study.pool, model, task, part, study.settings.pool)
             confidences.append(to_float64(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
         means.append((float(confidences[0].mean()), float(confidences[1].mean())))

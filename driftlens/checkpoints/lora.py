@@ -140,6 +140,8 @@ class LoraSource:
     def has_untied_head(self, table: str, head: str) -> bool:
         """Return True if the adapters make a tied output head differ from its embedding table."""
         changed = self._updates.keys() | self._saved.keys()
+        if {table, head} <= self._saved.keys():
+            return not self._has_equal_tensors(self._saved[table], self._saved[head])
         return head in changed or (table in changed and not self._config.get("ensure_weight_tying"))
 
     @property
@@ -174,7 +176,7 @@ class LoraSource:
     def _fully_saved_tensors(self, base: StateSource) -> dict[str, str]:
         """Map tensors that the adapter file stores in full, by the base's names or their own, to its keys."""
         modules = self._config.get("modules_to_save") or []
-        places = {}
+        places, unmatched = dict[str, str](), dict[str, str]()
         # A copy in modules_to_save comes last and takes precedence.
         for key in sorted(self._adapters.headers, key=lambda key: ".modules_to_save." in key):
             if _OF_ADAPTERS.search(key):
@@ -185,11 +187,23 @@ class LoraSource:
                 for base_key in base.headers
                 if _has_dotted_suffix(base_key, name) or _has_dotted_suffix(name, base_key)
             ]
-            if len(there) == 1 or any(module in name.split(".") for module in modules):
-                places[there[0] if len(there) == 1 else name] = key
+            there = [name] if name in there else there
+            if len(there) == 1:
+                places[there[0]] = key
             else:
+                unmatched[name] = key
+        for name, key in unmatched.items():
+            # peft saves a tied tensor under each of its names.
+            if any(self._has_equal_tensors(key, other) for other in places.values()):
+                continue
+            if not any(module in name.split(".") for module in modules):
                 raise _adapter_error(self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}")
+            places[name] = key
         return places
+
+    def _has_equal_tensors(self, key: str, other: str) -> bool:
+        source = self._adapters
+        return source.headers[key] == source.headers[other] and torch.equal(source.read(key), source.read(other))
 
     def _require_saved_biases(self) -> None:
         kind = self._config.get("bias") or "none"

@@ -25,7 +25,7 @@ from driftlens.cli.app import (
     show_run,
 )
 from driftlens.config.requests import ExportRequest, ViewRequest, split_names
-from driftlens.utils.errors import ChecksFailedError, DataError, RunError, SpecError
+from driftlens.utils.errors import ChecksFailedError, RunError, SpecError
 
 if TYPE_CHECKING:
     from driftlens_reports.paper.exhibit import ExportedExhibit
@@ -384,8 +384,6 @@ def _export(
         options=ExhibitOptions.from_request(request),
     )
     _print_export_result(written, runs, request.out, as_json)
-    if request.strict and any(entry.missing and entry.files for entry in written):
-        raise typer.Exit(DataError.exit_code)
 
 
 def _print_export_result(written: Sequence[ExportedExhibit], runs: Sequence[Path], out: Path, as_json: bool) -> None:

@@ -364,9 +364,9 @@ def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_
         print_json({**info, **calibration_json(finished, name), "verdict": verdict(finished, name)})
         return
     print_result(calibration_text(finished, name, verbose=manner.verbose))
-    if request.save_weights is not None:
-        print_result(f"wrote {request.save_weights}")
-    elif not finished.manifest.calibrations[name].kept:
+    for place in filter(None, (request.save_weights, request.save_adapter)):
+        print_result(f"wrote {place}")
+    if not (request.save_weights or request.save_adapter) and not finished.manifest.calibrations[name].kept:
         from driftlens.runs.run import save_hint
 
         print_note(

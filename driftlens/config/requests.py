@@ -282,10 +282,25 @@ class CalibrationRequest(Request):
     save_weights: Path | None = _option_field(
         "A .safetensors file, or a folder with model card that the original library loads."
     )
+    save_adapter: Path | None = _option_field(
+        "Folder for the change from the base as LoRA adapters that peft loads; needs --rank."
+    )
+    rank: Count | None = _option_field("Largest rank of a module's adapter.")
     out_dtype: OutDtype | None = _OUT_DTYPE
     resume: Flag = _option_field("Resume an interrupted calibration.", False)
     replace: Flag = _option_field("Replace the calibration of this name.", False)
     attribution: Flag = _ATTRIBUTION
+
+    @model_validator(mode="after")
+    def _require_adapter_with_rank(self) -> Self:
+        if (self.save_adapter is None) != (self.rank is None):
+            raise field_error("save_adapter and rank need each other", "Give both, such as a rank of 16, or none.")
+        return self
+
+    @property
+    def without_exports(self) -> Self:
+        """The request without options that change no results: exports, and skipping the attribution."""
+        return self.with_changes(save_weights=None, save_adapter=None, rank=None, attribution=True)
 
 
 class SweepRequest(Request, title="sweep"):
@@ -436,7 +451,6 @@ class ExportRequest(ExhibitRequest, title="analyze"):
         "File formats; csv, json and txt are always written.", "pdf,svg,png,tex,csv", name="--format"
     )
     out: Path = _option_field("Folder for the files.", Path("exhibits"))
-    strict: Flag = _option_field("Exit with 4 if a part is missing.", False)
 
 
 class LiveInputs(Request):

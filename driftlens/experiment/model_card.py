@@ -46,8 +46,8 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     """Render the Markdown model card of a calibration with Hub metadata; `usage` is the loading code."""
     # Merging needs none of the tables, which pandas reads.
     from driftlens.results.calibration_summary import (
-        auto_choice_sentences,
         calibration_effect_tables,
+        calibration_sentences,
         variants_in_table,
     )
     from driftlens.results.verdict import headline, headline_sentence, hide_run_path, task_table, verdict
@@ -85,7 +85,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         verdict_sheets=[tasks] if tasks.rows else [],
         usage=Markup(usage),
         settings=[("Setting", "Value"), *_merge_and_calibration_rows(run, name)],
-        chosen=auto_choice_sentences(run, name),
+        chosen=calibration_sentences(run, name),
         command=Markup(command),
         seed=info.seed,
         models=[("Model", "From", "SHA-256 of the weights"), *models],

@@ -462,6 +462,17 @@ def truncated_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left[:, :rank], values[:rank], right[:rank]
 
 
+def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return B [m, r] and A [r, k] in float64 whose product is the best approximation of rank r of a matrix [m, k]."""
+    wide = to_factorizing_device(to_float64(matrix))
+    if len(wide) > wide.shape[1]:
+        return tuple(factor.mT for factor in reversed(low_rank_factors(wide.mT, rank)))
+    # The eigenvectors of the smaller Gram matrix are singular vectors, several times faster than the SVD of a matrix.
+    # Their product with the matrix is exact for any orthonormal vectors, so that full rank loses nothing.
+    vectors = torch.linalg.eigh(wide @ wide.mT).eigenvectors[:, -rank:]
+    return vectors, vectors.mT @ wide
+
+
 def polar_factor(matrix: Tensor) -> Tensor:
     """Return the polar factor of a matrix [m, k]: its nonzero singular values become 1."""
     left, _, right = truncated_svd(matrix)

@@ -31,7 +31,9 @@ from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import parameter_coverage
 from driftlens.experiment.study import Study
 from driftlens.experiment.study_loading import OpenModels, open_models, with_save_dtype
+from driftlens.models.adapters import check_adapter
 from driftlens.models.saving import check_save_path, save_state_dict
+from driftlens.pipelines.adapters import save_measured_adapter
 from driftlens.pipelines.analyze import (
     AnalysisPhases,
     add_calibrated_models,
@@ -114,8 +116,12 @@ def calibrate(
     is_named, request = bool(request.name), _with_default_name(request, folder, context)
     # Without --replace and --resume, saving a finished calibration solves nothing.
     begins = request.replace or request.resume
-    if request.save_weights is not None and not begins and request.name in read_manifest(folder).calibrations:
-        team.run_on_main(lambda: _export_finished_calibration(folder, request, context))
+    saves = request.save_weights is not None or request.save_adapter is not None
+    if saves and not begins and request.name in read_manifest(folder).calibrations:
+        if request.save_weights is not None:
+            team.run_on_main(lambda: _export_finished_calibration(folder, request, context))
+        if request.save_adapter is not None:
+            _save_adapter_of_finished_calibration(folder, request, context)
         return open_run(folder)
     # Refuse before the lock is taken: a finished run must not become a failed one.
     opened = prepare_calibration(folder, request, context)
@@ -128,6 +134,10 @@ def calibrate(
     if target is not None:
         team.run_on_main(lambda: check_save_path(opened.models.architecture, target))
         export = CalibrationExport(folder, plan.name, plan.method, opened.models, target)
+    if request.save_adapter is not None:
+        if not plan.calibrator.takes_sites:
+            raise SpecError(f"{plan.method} changes no weights, so adapters can't hold it", hint="Use --save-weights.")
+        team.run_on_main(lambda: _check_adapter(study, opened.models, request.save_adapter))
     if request.auto:
         _require_held_out_samples(plan)
     require_same_inputs(opened.manifest, study, context.reporter())
@@ -208,7 +218,7 @@ def _export_finished_calibration(folder: pathlib.Path, request: CalibrationReque
     """Save the model of a finished calibration if it has the requested settings."""
     manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
     # A request with only a name needs no samples and no models other than the base.
-    if request.with_changes(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
+    if request.without_exports != CalibrationRequest(name=request.name):
         opened = prepare_calibration(folder, request, dataclasses.replace(context, access=access))
         _require_free_name(request.with_changes(resume=True), opened, manifest)
         models = opened.models
@@ -223,6 +233,43 @@ def _export_finished_calibration(folder: pathlib.Path, request: CalibrationReque
     export = CalibrationExport(folder, request.name, info.method, models, request.save_weights)
     export.require_unchanged(manifest)
     export.save(info)
+
+
+def _save_adapter_of_finished_calibration(
+    folder: pathlib.Path, request: CalibrationRequest, context: JobContext
+) -> None:
+    """Save and measure LoRA adapters of a finished calibration if it has the requested settings."""
+    name, manifest = request.name, read_manifest(folder)
+    if request.without_exports != CalibrationRequest(name=name):
+        opened = prepare_calibration(folder, request, context)
+        _require_free_name(request.with_changes(resume=True), opened, manifest)
+    study, models = reopen_study(folder, context)
+    require_same_inputs(manifest, study, context.reporter())
+    if manifest.calibrations[name].attached:
+        raise SpecError(f"{name!r} changes no weights, so adapters can't hold it", hint="Use --save-weights.")
+    study.team.run_on_main(lambda: _check_adapter(study, models, request.save_adapter))
+    with open_finished_run(folder, study, context) as (writer, reporter):
+        on_main_process(study.team, writer, lambda: _save_adapter(writer, study, models, request, reporter))
+        on_main_process(study.team, writer, lambda: _write_model_card(writer, name))
+
+
+def _check_adapter(study: Study, models: OpenModels, target: pathlib.Path | None) -> None:
+    assert target is not None
+    check_adapter(models.architecture, models.sources.get("base"), study.pool.source("merged"), target)
+
+
+def _save_adapter(
+    writer: RunWriter, study: Study, models: OpenModels, request: CalibrationRequest, reporter: ProgressReporter
+) -> None:
+    assert request.save_adapter is not None and request.rank is not None
+    save_measured_adapter(writer, study, models, request.name, request.save_adapter, request.rank, reporter)
+
+
+def _write_model_card(writer: RunWriter, name: str) -> None:
+    from driftlens.experiment.model_card import model_card
+
+    with writer.file(f"{calibration_folder(name)}/README.md") as file:
+        file.write_text(model_card(open_run(writer.folder), name), encoding="utf-8")
 
 
 def _require_free_name(request: CalibrationRequest, opened: PreparedCalibration, manifest: Manifest) -> None:
@@ -336,14 +383,10 @@ class _CalibrationJob:
         if variant not in self.study.pool:
             add_calibrated_models(self.study, self.opened.models, folder, name, info.method, info.control)
         self.phases.add_weight_statistics(variants)
-
-        def _write_model_card() -> None:
-            from driftlens.experiment.model_card import model_card
-
-            with self.writer.file(f"{calibration_folder(name)}/README.md") as file:
-                file.write_text(model_card(open_run(folder), name), encoding="utf-8")
-
-        on_main_process(self.team, self.writer, _write_model_card)
+        if self.request.save_adapter is not None:
+            save = partial(_save_adapter, self.writer, self.study, self.opened.models, self.request, self.reporter)
+            on_main_process(self.team, self.writer, save)
+        on_main_process(self.team, self.writer, lambda: _write_model_card(self.writer, name))
         if export is not None:
             self.team.run_on_main(lambda: export.save(info))
         if self.request.attribution:

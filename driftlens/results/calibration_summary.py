@@ -12,7 +12,16 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, Table, format_short, format_signed, is_measured
+from driftlens.results.formatting import (
+    Kind,
+    Table,
+    format_bytes,
+    format_percent,
+    format_short,
+    format_signed,
+    format_value,
+    is_measured,
+)
 from driftlens.results.measures import (
     COSINE,
     DRIFT,
@@ -23,6 +32,7 @@ from driftlens.results.measures import (
     MeasuredValue,
     change_on_task,
     common_measures,
+    describe_change,
     mean_change,
     mean_on_tasks,
     pairing_by_task,
@@ -251,6 +261,46 @@ def _weight_change_table(run: DriftRun, name: str) -> Table:
     title = f"{display_name(calibrated_variant(name))}: largest weight moves"
     moves = rows[columns].head(_MOST_MOVES).to_numpy(dtype=object).tolist()
     return Table.of(f"weight-moves-{name}", title, kinds, moves, note)
+
+
+def calibration_sentences(run: DriftRun, name: str) -> list[str]:
+    """Return sentences on how the settings of a calibration were chosen, and on adapters saved from it."""
+    return [*auto_choice_sentences(run, name), *adapter_sentences(run, name)]
+
+
+def adapter_sentences(run: DriftRun, name: str) -> list[str]:
+    """Return a sentence on how much of a calibration its saved LoRA adapters keep; empty without any."""
+    saved = run.calibration_info(name).adapter
+    if not saved:
+        return []
+    rows, scored = saved["tasks"], dict[str, list[Mapping[str, Any]]]()
+    for row in rows:
+        if (score := row.get("metric")) is not None:
+            metric = metric_by_name(score)
+            scored.setdefault("" if metric.is_averaged else score, []).append(row)
+    text = (
+        f"Adapters of rank {saved['rank']} ({format_bytes(saved['bytes'])}) keep {format_percent(saved['kept'])} of "
+        f"the change of {pluralize(saved['low_rank'], 'linear module')} (squared Frobenius norm)"
+    )
+    for of_kind in scored.values():
+        metrics = [metric_by_name(row["metric"]) for row in of_kind]
+        kind: Kind = "share" if all(metric.kind == "share" for metric in metrics) else "number"
+        about = Measure(metrics_title(metrics), kind, metrics[0].worse, "test")
+        score, change = (
+            mean_over_tasks([_interval_of_row(row, *columns) for row in of_kind])
+            for columns in (("score", "low", "high"), ("change", "change_low", "change_high"))
+        )
+        before = score.value - change.value
+        text += (
+            f"; {about.title} {format_value(score.value, kind)} (repaired {format_value(before, kind)}; "
+            f"{describe_change(about, before, change)}; n = {score.n:,})"
+        )
+    drift, repaired = (fmean(row[column] or math.nan for row in rows) for column in ("drift", "drift_repaired"))
+    return [f"{text}; relative drift {format_short(drift)} (repaired {format_short(repaired)})."]
+
+
+def _interval_of_row(row: Mapping[str, Any], *columns: str) -> Interval:
+    return Interval(*(math.nan if row[column] is None else row[column] for column in columns), row["n"])
 
 
 def auto_choice_sentences(run: DriftRun, name: str) -> list[str]:

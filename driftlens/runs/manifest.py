@@ -154,6 +154,9 @@ class CalibrationInfo(SelectionResult):
             `curve` of held-out scores and drift over factors; empty without interpolation.
         found_out: share of test samples whose task was classified correctly, by task; empty if the task is known.
         views: augmented copies of the samples that were used in addition, such as crop:3, by task.
+        adapter: the last LoRA adapters saved from it: rank, `kept` (share of the linear modules' change, by squared
+            Frobenius norm), numbers of modules in `low_rank` and saved `whole`, bytes, and by task in `tasks` score and
+            relative drift, next to those of the repair; empty without.
     """
 
     method: str
@@ -178,6 +181,7 @@ class CalibrationInfo(SelectionResult):
         field(default_factory=dict)
     )
     found_out: Mapping[str, float] = field(default_factory=dict)
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

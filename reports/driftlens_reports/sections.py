@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from driftlens.results.calibration_summary import (
-    auto_choice_sentences,
     calibration_effect_tables,
+    calibration_sentences,
     leaderboard_table,
 )
 from driftlens.results.checks import CheckReport, Status, run_self_checks
@@ -233,7 +233,7 @@ def _calibration_sentences(run: DriftRun) -> Iterator[str]:
             f"{pluralize(len(info.samples), 'task')}, {pluralize(len(info.layers), 'layer')} calibrated in "
             f"{format_short(info.seconds)} s."
         )
-        yield from (f"{name}: {sentence}" for sentence in auto_choice_sentences(run, name))
+        yield from (f"{name}: {sentence}" for sentence in calibration_sentences(run, name))
         yield from (f"{name}: {notice}." for notice in info.notices)
 
 

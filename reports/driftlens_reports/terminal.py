@@ -10,7 +10,11 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from driftlens.results import formatting as reading
-from driftlens.results.calibration_summary import auto_choice_sentences, calibration_effect_tables
+from driftlens.results.calibration_summary import (
+    adapter_sentences,
+    calibration_effect_tables,
+    calibration_sentences,
+)
 from driftlens.results.checks import CheckReport, run_self_checks
 from driftlens.results.compare import Comparison, comparison_table, mean_score_change
 from driftlens.results.formatting import (
@@ -88,6 +92,8 @@ def run_summary_text(run: DriftRun, *, verbose: bool = False, everyone: bool = F
         [f"{run.name} ({run.id})", *caveat_sentences(run)],
         *_verdict_paragraphs(run, verbose=verbose, everyone=everyone),
     ]
+    saved = [f"{name}: {text}" for name in run.manifest.calibrations for text in adapter_sentences(run, name)]
+    parts += [saved] if saved else []
     path = shlex.quote(str(run.path))
     if verbose:
         parts += [_indented_section(heading, lines) for heading, lines in _detail_sections(run, path)]
@@ -274,7 +280,7 @@ def calibration_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
     """
     sheets = calibration_effect_tables(run, name)  # raises DataError with the names of all calibrations
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
-    parts = [*_verdict_paragraphs(run, name, verbose=verbose), [*notices, *auto_choice_sentences(run, name)]]
+    parts = [*_verdict_paragraphs(run, name, verbose=verbose), [*notices, *calibration_sentences(run, name)]]
     parts += [_table_lines(sheet) for sheet in sheets] if verbose else []
     return "\n\n".join("\n".join(map(strip_control_chars, part)) for part in parts if part)
 

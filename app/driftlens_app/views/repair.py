@@ -10,8 +10,8 @@ import streamlit as st
 
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.results.calibration_summary import (
-    auto_choice_sentences,
     calibration_effect_tables,
+    calibration_sentences,
     leaderboard_table,
 )
 from driftlens.results.formatting import format_bytes
@@ -202,7 +202,7 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
         st.page_link(page_path("export"), label="Export", icon=":material/description:")
     with show_errors_in_place():
         judged = verdict(run, name)
-        for sentence in (*recommended_steps(run, judged)[1], *auto_choice_sentences(run, name)):
+        for sentence in (*recommended_steps(run, judged)[1], *calibration_sentences(run, name)):
             st.markdown(f"- {verdict_markdown(run, sentence, judged.command)}")
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:

@@ -197,7 +197,8 @@ class LoraSource:
             if any(self._has_equal_tensors(key, other) for other in places.values()):
                 continue
             if not any(module in name.split(".") for module in modules):
-                raise _adapter_error(self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}")
+                reason = f"{key!r} is neither an adapter nor a weight of {base.name}"
+                raise _adapter_error(self._folder, reason, f"{self._base_hint} {_REMEDY}")
             places[name] = key
         return places
 
@@ -338,9 +339,12 @@ class LoraSource:
             raise self._transposed_error(expected_key)
         near = f"; {candidates[0]!r} has {list(headers[candidates[0]].shape)}" if candidates else ""
         reason = f"the adapter of {expected_key!r} {list(shape)} fits no weight of {self._base.name}{near}"
+        raise _adapter_error(self._folder, reason, self._base_hint)
+
+    @property
+    def _base_hint(self) -> str:
         named = self._config.get("base_model_name_or_path")
-        hint = "Give the base of these adapters" + (f": {named}." if named else ".")
-        raise _adapter_error(self._folder, reason, hint)
+        return "Give the base of these adapters" + (f": {named}." if named else ".")
 
 
 def _values_by_module(default: float, by_pattern: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:

@@ -35,6 +35,8 @@ SAID = [
         layers=[2, "*.mlp"],
         sites=["q", "*.k"],
         save_weights=Path("out"),
+        save_adapter=Path("lora"),
+        rank=4,
         resume=True,
         attribution=False,
     ),
@@ -43,7 +45,7 @@ SAID = [
     ComparisonRequest(merges=["average", ("ties", {"scaling": 0.4})]),
     AnalysisRequest(out="runs/x", force=True),
     PreflightRequest(deep=True),
-    ExportRequest(tasks=["a", "b"], style="slide", strict=True),
+    ExportRequest(tasks=["a", "b"], style="slide", card=True),
 ]
 
 

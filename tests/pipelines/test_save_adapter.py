@@ -16,6 +16,7 @@ from driftlens.experiment.model_card import model_card
 from driftlens.pipelines import adapters
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.calibration_summary import adapter_sentences
+from driftlens.results.formatting import format_percent
 from driftlens.results.measures import SCORE, change_on_task
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify_files
@@ -81,7 +82,7 @@ def test_the_recorded_numbers_are_those_of_what_peft_loads(
         assert (row["score"], row["n"]) == (score["value"], score["n"])
         assert (row["low"], row["high"]) == (score["ci_low"], score["ci_high"])
         answers = [
-            frame.query("metric == @row['metric']").set_index("sample_id")["value"] == 1
+            frame[frame["metric"] == row["metric"]].set_index("sample_id")["value"] == 1
             for frame in (saved.scores(task, VARIANT), run.scores(task, "merged"))
         ]
         change = mcnemar_test(answers[0].to_numpy(), answers[1].reindex(answers[0].index).to_numpy())
@@ -92,7 +93,7 @@ def test_the_recorded_numbers_are_those_of_what_peft_loads(
 
 def test_at_full_rank_the_adapters_are_the_repair(saved: DriftRun, place: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved.path, tmp_path / "run"))
-    run = dl.open_run(folder).calibrate(name=NAME, save_adapter=tmp_path / "full", rank=99, progress="none")
+    run = calibrate(folder, CalibrationRequest(name=NAME, save_adapter=tmp_path / "full", rank=99))
     record = run.manifest.calibrations[NAME].adapter
     assert record["kept"] == pytest.approx(1, abs=1e-9)
     for row in record["tasks"]:
@@ -110,7 +111,7 @@ def test_terminal_card_and_show_say_what_is_kept(saved: DriftRun) -> None:
     record = saved.manifest.calibrations[NAME].adapter
     count = sum(row["n"] for row in record["tasks"])
     assert "Adapters of rank 3" in sentence and f"n = {count}" in sentence and "relative drift" in sentence
-    assert f"{100 * record['kept']:.0f}" in sentence.partition(" of the change")[0]
+    assert format_percent(record["kept"]) in sentence.partition(" of the change")[0]
     for text in (calibration_text(saved, NAME), run_summary_text(saved), model_card(saved, NAME)):
         assert "Adapters of rank 3" in text
     assert "Adapters of rank 3" in (saved.path / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
@@ -121,7 +122,7 @@ def test_the_saved_adapters_are_an_expert(saved: DriftRun, spec: dict[str, Any],
 
     base = spec["base"]["weights"]
     checklist = check_merge_files(base, {"a": str(place / "rank 3"), "b": spec["experts"]["b"]["weights"]}, None)
-    assert checklist.exit_code == 0 and not [row for row in checklist.findings if row.level == "error"]
+    assert checklist.exit_code == 0 and not [row for row in checklist.findings if row.level == "problem"]
     # As a merged model its drift is the recorded one.
     again = {key: value for key, value in spec.items() if key != "merge"}
     again |= {"merged": {"weights": str(place / "rank 3")}}
@@ -141,10 +142,10 @@ def test_a_failure_while_measuring_leaves_no_adapters(
     with monkeypatch.context() as patch:
         patch.setattr(adapters, "score_variants", fail)
         with refusing(RunError, "no more"):
-            dl.open_run(folder).calibrate(name=NAME, save_adapter=tmp_path / "out", rank=2, progress="none")
+            calibrate(folder, CalibrationRequest(name=NAME, save_adapter=tmp_path / "out", rank=2))
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
     assert dl.open_run(folder).manifest.calibrations[NAME] == saved.manifest.calibrations[NAME]
-    run = dl.open_run(folder).calibrate(name=NAME, save_adapter=tmp_path / "out", rank=2, progress="none")
+    run = calibrate(folder, CalibrationRequest(name=NAME, save_adapter=tmp_path / "out", rank=2))
     assert run.manifest.calibrations[NAME].adapter["rank"] == 2
 
 

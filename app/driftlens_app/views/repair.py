@@ -136,7 +136,8 @@ def _show_resume_button(run: DriftRun, job: Job) -> None:
             place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
             # The old calibration is kept until the new one is solved.
             stays = last.replace and job.name in run.manifest.calibrations
-            start_and_rerun(calibrate_request(run, last.with_changes(resume=True, replace=stays, save_weights=place)))
+            paths = {"save_weights": place, "save_adapter": None, "rank": None}
+            start_and_rerun(calibrate_request(run, last.with_changes(resume=True, replace=stays, **paths)))
 
 
 def _show_running_drift(run: DriftRun, view: JobStatus) -> None:

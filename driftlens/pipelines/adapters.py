@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.study import Study
+from driftlens.experiment.study_loading import OpenModels
 from driftlens.models.adapters import write_adapter
 from driftlens.pipelines.analyze import run_phase
 from driftlens.pipelines.evaluation import final_drift_columns, final_features, score_variants

@@ -29,6 +29,7 @@ from tests.zoo.towers import hf_folder, open_clip_folder
 # It also warns of merging a T5 whose configuration says that its head is tied, as every T5's does.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning"),
     pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word_embeddings=True.:UserWarning"),
 ]
 EVERYTHING = 1 << 20

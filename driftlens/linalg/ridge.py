@@ -466,7 +466,8 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, k] in float64 whose product is the best approximation of rank r of a matrix [m, k]."""
     wide = to_factorizing_device(to_float64(matrix))
     if len(wide) > wide.shape[1]:
-        return tuple(factor.mT for factor in reversed(low_rank_factors(wide.mT, rank)))
+        down, up = low_rank_factors(wide.mT, rank)
+        return up.mT, down.mT
     # The eigenvectors of the smaller Gram matrix are singular vectors, several times faster than the SVD of a matrix.
     # Their product with the matrix is exact for any orthonormal vectors, so that full rank loses nothing.
     vectors = torch.linalg.eigh(wide @ wide.mT).eigenvectors[:, -rank:]

@@ -300,7 +300,8 @@ def adapter_sentences(run: DriftRun, name: str) -> list[str]:
 
 
 def _interval_of_row(row: Mapping[str, Any], *columns: str) -> Interval:
-    return Interval(*(math.nan if row[column] is None else row[column] for column in columns), row["n"])
+    value, low, high = (math.nan if row[column] is None else row[column] for column in columns)
+    return Interval(value, low, high, row["n"])
 
 
 def auto_choice_sentences(run: DriftRun, name: str) -> list[str]:

@@ -17,16 +17,17 @@ from driftlens.utils.registry import Schema, allowed_values_text, setting_choice
 from driftlens.utils.variants import next_free_name
 from driftlens_app.processes import run_json_command
 from driftlens_app.settings import Settings
-from driftlens_app.show import escape_except_code, escape_markdown, is_narrow, show_caption, show_note
+from driftlens_app.show import escape_except_code, escape_markdown, show_note
 
-_START, _BEST = "start-calibration", "best-calibration"
+_START, _QUICK, _BEST = "start-calibration", "quick-calibration", "best-calibration"
 _OWN = "the run's spec, or the defaults"
 # Python types of the numeric kinds of JSON Schema.
 _NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
 _ON_BEST = (
-    "Compares on held-out calibration samples, without labels. Keeps the simplest candidate unless another is clearly "
-    "better; if that is the base, do not use the merge."
+    "Compares repairs and merges on held-out calibration samples, without labels. Keeps the simplest unless another is "
+    "clearly better; if that is the base, do not use the merge. Settings lists the candidates."
 )
+START = "Calibrate with these settings"
 # Label of the field `replace`; an error message refers to it.
 REPLACE = "Replace a calibration of this name"
 
@@ -81,6 +82,7 @@ def require_free_name(request: CalibrationRequest, taken: Container[str]) -> Non
 
 
 def show_calibration_form(
+    place: Any,
     *,
     taken: Container[str],
     blocked: bool,
@@ -89,9 +91,10 @@ def show_calibration_form(
     loader: str = "",
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[CalibrationRequest, bool]:
-    """Show the form of a calibration; return its request, and True if a button was pressed.
+    """Show two buttons that repair, and a drawer of settings; return the request, and True if a button was pressed.
 
     Args:
+        place: container of the buttons; None while a job's progress takes their place.
         taken: names of finished calibrations.
         blocked: True to disable all buttons.
         obstacle: why no calibration of the run can start; empty if one can.
@@ -100,14 +103,26 @@ def show_calibration_form(
         counts: calibration samples by task.
     """
     default = available_methods()[DEFAULT_METHOD]
+    preset = default.preset_for(loader)
     few = next((task for task, count in counts.items() if count < default.fewest), None)
-    best = st.button(
-        "Repair with the best method",
-        type="primary",
-        icon=":material/auto_awesome:",
-        disabled=blocked or few is not None or bool(obstacle),
-        key=_BEST,
-    )
+    quick = best = False
+    if place is not None:
+        with place, st.container(horizontal=True):
+            quick = st.button(
+                f"{default.title} calibrate",
+                type="primary",
+                icon=":material/tune:",
+                disabled=blocked or bool(obstacle),
+                key=_QUICK,
+                help=escape_markdown(f"With published settings: {_preset_label(preset or _OWN, default.presets)}."),
+            )
+            best = st.button(
+                "Find the best repair",
+                icon=":material/auto_awesome:",
+                disabled=blocked or few is not None or bool(obstacle),
+                key=_BEST,
+                help=_ON_BEST,
+            )
     if obstacle:
         st.warning(
             f"Calibration is not possible: {escape_except_code(obstacle.rstrip('.'))}.",
@@ -115,15 +130,12 @@ def show_calibration_form(
         )
     if few is not None:
         show_note(
-            f"Task {escape_markdown(few)} has {pluralize(counts[few], 'calibration sample')}, but the choice needs "
-            f"at least {default.fewest} per task to hold some out. Use a method under Advanced."
+            f"Task {escape_markdown(few)} has {pluralize(counts[few], 'calibration sample')}, but the search needs "
+            f"at least {default.fewest} per task to hold some out. Use {default.title} or a method under Settings."
         )
-    show_caption(_ON_BEST)
-    preset = default.preset_for(loader)
-    # On a phone the list would push the results of a repair far below its button.
-    tried = st.expander("Candidates") if is_narrow() else st.container()
-    tried.markdown("\n".join(f"- {escape_markdown(name)}" for name in default.candidates[preset or ""]))
-    with st.expander("Advanced"):
+    with st.expander("Settings"):
+        tried = ", ".join(default.candidates[preset or ""])
+        st.caption(f"*Find the best repair* tries {escape_markdown(tried)}.")
         calibrators = available_methods()
         chosen = st.selectbox(
             "Calibrator",
@@ -136,8 +148,9 @@ def show_calibration_form(
         _suggest_name(chosen, taken)
         with st.form("calibrate", enter_to_submit=False):
             fields, pressed = _show_request_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
-    if best:
-        return CalibrationRequest(name=next_free_name("best", taken), preset=preset, auto=True), True
+    if quick or best:
+        name = next_free_name("best" if best else DEFAULT_METHOD, taken)
+        return CalibrationRequest(name=name, preset=preset, auto=best), True
     if fields.pop("export"):
         fields["save_weights"] = f"{exports}-{fields['name']}"
     return CalibrationRequest(**fields), pressed
@@ -198,8 +211,7 @@ def _show_request_fields(chosen: str, loader: str, *, blocked: bool, may_export:
     fields["layers"] = parse_layers(layers) or None
     fields |= _show_export_fields(may_export=may_export)
     fields["replace"] = st.checkbox(REPLACE, key="replace")
-    label = f"{method.title} calibrate"
-    pressed = st.form_submit_button(label, icon=":material/tune:", disabled=blocked, key=_START)
+    pressed = st.form_submit_button(START, icon=":material/tune:", disabled=blocked, key=_START)
     return fields, pressed
 
 
@@ -230,7 +242,7 @@ def _suggest_name(stem: str, taken: Container[str]) -> None:
     """Prefill the calibration name with an unused one."""
     state = st.session_state
     # A name that was just submitted is kept, even if another user took it meanwhile.
-    if not any(state.get(button) for button in (_START, _BEST)) and state.get("name", "") in ("", *taken):
+    if not any(state.get(button) for button in (_START, _QUICK, _BEST)) and state.get("name", "") in ("", *taken):
         state["name"], state["replace"] = next_free_name(stem, taken), False
 
 

@@ -12,7 +12,13 @@ from driftlens.results.verdict import Verdict, hide_run_path
 from driftlens.runs.run import DriftRun, has_live_modules, is_analyzed
 from driftlens.utils.progress import format_duration, phase_title
 from driftlens.utils.variants import display_name, has_attribution
-from driftlens_app.job_requests import SUITES, attribution_request, demo_request, resume_request
+from driftlens_app.job_requests import (
+    SUITES,
+    attribution_request,
+    compare_merges_request,
+    demo_request,
+    resume_request,
+)
 from driftlens_app.processes import (
     MAKING,
     Job,
@@ -58,15 +64,21 @@ Or measure your own models:
 3. Start it on the page **New run**, or with `driftlens analyze run.yaml --out runs/mine`.
 """
 
+COMPARE_MERGES = "Compare merges"
 _STEPS = {
     " --resume": "Resume the analysis",
+    " merge ": COMPARE_MERGES,
     " calibrate ": "Repair",
     " sweep ": "Repair",
     " report ": "Write a report",
 }
 """Labels of the buttons that replace a command, by a part of the command. Other commands are shown as text."""
-# Icon and page of each button; "Resume" starts a job instead.
-_STEP_PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", "export")}
+# Icon and page of each button; without a page it starts a job instead.
+_STEP_PAGES = {
+    "Repair": ("build", "repair"),
+    "Write a report": ("description", "export"),
+    COMPARE_MERGES: ("leaderboard", ""),
+}
 
 
 def show_live_job(run: Path, more: Callable[[JobStatus], None] | None = None) -> bool:
@@ -233,6 +245,7 @@ def _job_title(job: Job) -> str:
         "calibrate": "Calibration",
         "sweep": "Sweep of",
         "explain": "Attribution of",
+        "merge": "Comparison of merges of",
     }
     return "Demo run" if job.kind == "demo" else escape_markdown(f"{words[job.kind]} {job.name}")
 
@@ -261,6 +274,8 @@ def recommended_steps(run: DriftRun, found: Verdict) -> tuple[list[str], list[st
     # A button or a running job replaces the sentence with its command.
     command = found.command.replace("'", "")
     steps = [] if has_live_job(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
+    if steps == [COMPARE_MERGES] and Settings.from_environment().read_only:
+        steps = []
     is_answered = steps or has_live_job(run.path)
     return steps, [text for text in found.sentences if not (is_answered and f"`{found.command}`" in text)]
 
@@ -278,7 +293,7 @@ def show_step_buttons(run: DriftRun, steps: Sequence[str], command: str, *others
         icon, page = _STEP_PAGES.get(label, ("play_arrow", ""))
         kind: Literal["primary", "secondary"] = "primary" if label in steps else "secondary"
         about = hide_run_path(run, command) if label in steps else None
-        if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page or 'resume'}", help=about):
+        if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page or icon}", help=about):
             if page:
                 open_page(page, run=run.id)
-            start_and_rerun(resume_request(run))
+            start_and_rerun(compare_merges_request(run) if label == COMPARE_MERGES else resume_request(run))

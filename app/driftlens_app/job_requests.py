@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, SweepRequest
-from driftlens.runs.manifest import COMPARISON, MANIFEST, SPEC, read_manifest
+from driftlens.results.verdict import CONTENDERS
+from driftlens.runs.manifest import COMPARISON, MANIFEST, MERGES, SPEC, read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import SpecError, join_names
 from driftlens.utils.files import list_folder
@@ -74,7 +76,8 @@ def analyze_request(settings: Settings, spec: str, name: str) -> JobRequest:
     """Build the job request of an analysis in the new folder `name`, or in one that a job left unfinished."""
     run, file = _new_run_folder(settings, name), spec_file_path(settings.root, spec)
     resume = ("--resume",) if _has_readable_manifest(run) and newest_job(run) is not None else ()
-    arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
+    # A run has one name, that of its folder, whatever the spec calls it.
+    arguments = ("analyze", str(file), "--out", str(run), f"--set=name={json.dumps(name)}", *resume, *_PROGRESS)
     return JobRequest("analyze", name, run, arguments, {"spec": spec, "name": name})
 
 
@@ -114,6 +117,12 @@ def compare_methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
     if not names:
         raise SpecError("no method is selected", hint="Select at least two.")
     return _request_for_run("sweep", ",".join(names), run, *SweepRequest(methods=names).to_cli_args())
+
+
+def compare_merges_request(run: DriftRun) -> JobRequest:
+    """Build the job request that ranks merges of the run's experts, each with its default settings."""
+    where = (str(run.path / SPEC), f"--compare={CONTENDERS['base' in run.variants]}", f"--out={run.path / MERGES}")
+    return JobRequest("merge", run.manifest.name, run.path, ("merge", *where, *_PROGRESS))
 
 
 def attribution_request(run: DriftRun) -> JobRequest:

@@ -26,7 +26,7 @@ export default function ({ parentElement, data, setStateValue, setTriggerValue }
   };
   let said = data.dark;
   let narrow = data.narrow;
-  const room = matchMedia("(max-width: 699px)");
+  const room = matchMedia("(max-width: 899px)");
   const look = () => {
     // Streamlit gives its field for files a name and says that it is mere decoration, which contradict each other.
     document.querySelectorAll("[data-testid=stFileUploaderDropzone][role]").forEach((it) => it.removeAttribute("role"));

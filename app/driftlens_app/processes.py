@@ -58,7 +58,7 @@ _LIVE = ("starting", "running", "cancelling")
 _EVENT = TypeAdapter(ProgressEvent)
 _TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
-Kind = Literal["demo", "analyze", "calibrate", "sweep", "explain"]
+Kind = Literal["demo", "analyze", "calibrate", "sweep", "explain", "merge"]
 MAKING: tuple[Kind, ...] = ("demo", "analyze")
 """Kinds of jobs that make the folder that they write to."""
 

@@ -11,7 +11,7 @@ import streamlit as st
 
 from driftlens.results.formatting import strip_control_chars
 from driftlens.results.listing import RunSummary, find_runs
-from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, live_lock_owner, table_file
+from driftlens.runs.manifest import COMPARISON, LOCK, MANIFEST, MERGES, NOTES, STATUS, live_lock_owner, table_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import DataError, RunError
@@ -33,7 +33,8 @@ def list_runs(settings: Settings) -> list[RunSummary]:
             summaries.append(RunSummary(folder, name=folder.name, problem=error.message, hint=error.hint))
             continue
         is_alive = is_file_inside(folder / LOCK) and live_lock_owner(folder) is not None
-        summaries.append(_cached_run_summary(str(folder), now + _file_fingerprint(folder / STATUS), is_alive))
+        stamp = now + "".join(_file_fingerprint(folder / name) for name in (STATUS, NOTES))
+        summaries.append(_cached_run_summary(str(folder), stamp, is_alive))
     return _mark_duplicate_runs(summaries)
 
 
@@ -47,10 +48,18 @@ def run_ids(settings: Settings) -> list[str]:
 
 
 def run_titles(settings: Settings) -> dict[str, str]:
-    """Return display names of readable runs by id; the id is appended to a name shared by two runs."""
-    named = {run.id: strip_control_chars(run.name) for run in _readable_runs(settings)}
-    counts = Counter(named.values())
-    return {id_: name if counts[name] == 1 else f"{name} ({id_})" for id_, name in named.items()}
+    """Return display names of readable runs by id; the folder is appended to a name shared by two runs."""
+    named = {run.id: (strip_control_chars(run.name), run.path) for run in _readable_runs(settings)}
+    counts = Counter(name for name, _ in named.values())
+    folders = {id_: path.relative_to(settings.root).as_posix() for id_, (_, path) in named.items()}
+    return {id_: name if counts[name] == 1 else f"{name} ({folders[id_]})" for id_, (name, _) in named.items()}
+
+
+def resolve_run_id(settings: Settings, text: str | None) -> str | None:
+    """Return the id of the run that a URL names by its id or its folder; other texts are returned unchanged."""
+    runs = _readable_runs(settings)
+    by_folder = {run.path.name: run.id for run in reversed(runs)}
+    return text if text in {run.id for run in runs} else by_folder.get(str(text), text)
 
 
 def run_folder(settings: Settings, run_id: str) -> Path:
@@ -69,11 +78,12 @@ def open_cached_run(folder: Path) -> DriftRun:
 
 
 def run_fingerprint(folder: Path) -> str:
-    """Return a text that changes whenever the run's manifest or tables change.
+    """Return a text that changes whenever the run's manifest, tables or comparison of merges change.
 
     It is one text because Streamlit hashes the numbers of a key one by one.
     """
-    return "".join(map(_file_fingerprint, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
+    files = (MANIFEST, f"{MERGES}/{COMPARISON}", *map(table_file, TABLES))
+    return "".join(_file_fingerprint(folder / name) for name in files)
 
 
 def run_cache_key(run: DriftRun) -> tuple[str, str]:

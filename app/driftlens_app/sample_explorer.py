@@ -20,7 +20,7 @@ from driftlens_reports.explorer import Explorer
 
 _FRAME = "iframe { display: block; width: 100%; border: 0; }"
 # Initial height of each part in pixels, until its frame reports its own.
-_HEIGHTS = {"": 1000, "points": 520, "wall": 700}
+_HEIGHTS = {"": 1000, "wall": 700}
 _REQUESTED = "_explore"
 
 
@@ -32,8 +32,8 @@ def open_explorer(state: str) -> None:
     open_page("samples", **({TASK: task} if task else {}))
 
 
-def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state: str = "") -> None:
-    """Show the sample explorer, or a part of it, in a sandboxed iframe; a click on `points` opens the page Samples.
+def show_explorer(run: DriftRun, part: Literal["", "wall"] = "", state: str = "") -> None:
+    """Show the sample explorer, or a part of it, in a sandboxed iframe.
 
     Args:
         run: the run.
@@ -46,7 +46,7 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             require_inside(run.path / file)
     with show_errors_in_place():
         requested, requested_state = st.session_state.get(_REQUESTED, (0, "")) if part == "" else (0, "")
-        name, page = _cached_explorer_page(run, part == "points")
+        name, page = _cached_explorer_page(run)
         data = {
             "page": name,
             "run": run.id,
@@ -66,14 +66,7 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             # Sent as bytes: Streamlit would encode text as JSON twice on every click.
             head = f"{json.dumps([part, name])}\n".encode()
             bring(data=head + page, key=f"explorer-page-{part}", height=1)
-            clicked = embedded(
-                data=data,
-                key=f"explorer-{part}",
-                on_open_change=lambda: None,
-                on_task_change=_select_explorer_task,
-            )
-        if clicked.open:
-            open_explorer(str(clicked.open))
+            embedded(data=data, key=f"explorer-{part}", on_task_change=_select_explorer_task)
 
 
 def _select_explorer_task() -> None:
@@ -96,7 +89,7 @@ def show_explorer_download(run: DriftRun) -> None:
 
 
 @st.cache_data(max_entries=8, show_spinner="Arranging samples", hash_funcs={DriftRun: run_cache_key})
-def _cached_explorer_page(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
+def _cached_explorer_page(run: DriftRun) -> tuple[str, bytes]:
     """Return the hash and the bytes of the explorer's HTML page."""
-    page = Explorer(run).embedded_page(only_points=only_points)
+    page = Explorer(run).embedded_page()
     return hashlib.sha256(page).hexdigest(), page

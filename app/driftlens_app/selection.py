@@ -15,7 +15,7 @@ from driftlens.results.listing import RunSummary
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
 from driftlens_app.processes import has_live_job
-from driftlens_app.run_cache import list_runs, open_cached_run, run_folder, run_ids, run_titles
+from driftlens_app.run_cache import list_runs, open_cached_run, resolve_run_id, run_folder, run_ids, run_titles
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, page_path
 from driftlens_reports.charts.chart import ChartOptions
@@ -24,7 +24,8 @@ RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measu
 """Keys of the widgets, also the names in the URL."""
 
 FINAL = "final"
-_MEASURES = ("L2", "relative")
+_MEASURES = ("relative", "L2")
+# Relative is the default: units of features differ between the last block and the head.
 # More points per chart would need WebGL, which takes browsers long to initialize.
 _MAX_POINTS = 4000
 _CHOSEN, _IN_URL, _KEPT = "_selection", "_run_in_url", "_view_in_url"
@@ -83,7 +84,8 @@ def select_run(settings: Settings) -> DriftRun | None:
         return None
     # Streamlit's own binding leaves defaults out of the URL, but the newest run changes with time.
     from_page = _stored_selection().pop(RUN, [None])
-    requested, shown = st.query_params.get(RUN, from_page[0]), st.session_state.get(_IN_URL)
+    requested = resolve_run_id(settings, st.query_params.get(RUN, from_page[0]))
+    shown = st.session_state.get(_IN_URL)
     if requested not in (None, shown):
         st.session_state[RUN] = st.session_state[_IN_URL] = requested
     # A removed run is reported below instead of silently showing another one.
@@ -135,7 +137,7 @@ def restore_selection(run: DriftRun) -> None:
         next(iter(selected[TASK]), None),
         tuple(selected[VARIANTS]),
         layer if layer == FINAL else int(layer),
-        selected[MEASURE] == [_MEASURES[1]],
+        selected[MEASURE] != [_MEASURES[1]],
     )
 
 
@@ -177,7 +179,7 @@ def _show_controls(names: Sequence[str], everything: str) -> None:
     run = chosen.run
     layers = {FINAL: FINAL} | {str(layer.index): run.layer_name(layer.index) for layer in run.manifest.layers}
     now = {TASK: chosen.task, VARIANTS: [*chosen.variants], LAYER: str(chosen.layer)}
-    now[MEASURE] = _MEASURES[chosen.relative]
+    now[MEASURE] = _MEASURES[not chosen.relative]
     draw: dict[str, Callable[..., Any]] = {
         TASK: partial(st.selectbox, "Task", run.tasks, placeholder="All tasks", width=200),
         VARIANTS: partial(st.multiselect, "Variants", run.variants, placeholder=everything, width=360),

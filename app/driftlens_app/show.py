@@ -41,6 +41,8 @@ from driftlens_app import views
 from driftlens_app.run_cache import run_cache_key
 from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart_names_by_heading, charts
+from driftlens_reports.charts.layer_curves import draw_mean_drift
+from driftlens_reports.charts.moved_samples import draw_moved_samples
 from driftlens_reports.charts.panels import stack_panels
 from driftlens_reports.charts.theme import deep_merge
 from driftlens_reports.formats.page import standalone_headline
@@ -224,10 +226,13 @@ def select_page_part(names: Sequence[str], *, key: str) -> str:
     )
 
 
-def show_part_charts(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
-    """Show all charts registered for a heading of a page."""
+def show_part_charts(
+    page: str, part: str, run: DriftRun, options: ChartOptions, *, without: Collection[str] = ()
+) -> None:
+    """Show all charts registered for a heading of a page, except those in `without`."""
     for name in chart_names_by_heading(page)[part]:
-        show_chart(name, run, options)
+        if name not in without:
+            show_chart(name, run, options)
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "") -> None:
@@ -248,6 +253,33 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
             show_note(escape_except_code(insert_run_path(run, lacking)))
 
 
+def show_before_after(run: DriftRun, options: ChartOptions, between: Callable[[], None] = lambda: None) -> None:
+    """Show the drift curve and the scatter of samples, merged and repaired; side by side in a wide window.
+
+    Args:
+        run: the run.
+        options: options of both charts.
+        between: shows what comes between the charts and their notes.
+    """
+    pictures = {
+        "mean-drift": ("Drift by layer", draw_mean_drift, "A line below that of merged is closer to the experts."),
+        "moved-samples": ("Samples", draw_moved_samples, "Each line leads to the sample's position in its expert."),
+    }
+    if not run.manifest.layers:
+        del pictures["moved-samples"]
+    width = 1 if is_narrow() else 2
+    drawn = {}
+    for place, (name, (title, draw, about)) in zip(st.columns(width) * 2, pictures.items(), strict=False):
+        with place, show_errors_in_place():
+            st.header(title, anchor=False, help=about)
+            drawn[name] = cached_chart(name, run, draw, options, narrow=is_narrow())
+            _show_figure(name, drawn[name])
+    between()
+    for place, (name, chart) in zip(st.columns(width) * 2, drawn.items(), strict=False):
+        with place:
+            _show_chart_notes(name, run.id, chart)
+
+
 def insert_run_path(run: DriftRun, lacking: str) -> str:
     """Replace the placeholder RUN by the run's path in a message about missing data."""
     if not run.manifest.finished:
@@ -257,7 +289,15 @@ def insert_run_path(run: DriftRun, lacking: str) -> str:
 
 def show_drawn_chart(name: str, run_id: str, drawn: Drawn, says: str = "") -> None:
     """Show a drawn chart with caption, notes, and the plotted numbers for download as `run_id`-`name`.csv."""
+    _show_figure(name, drawn)
+    _show_chart_notes(name, run_id, drawn, says)
+
+
+def _show_figure(name: str, drawn: Drawn) -> None:
     st.plotly_chart(without_redraw(drawn.figure), theme=None, alt=drawn.alt, key=f"chart-{name}", config=_TOOLBAR)
+
+
+def _show_chart_notes(name: str, run_id: str, drawn: Drawn, says: str = "") -> None:
     show_caption(" ".join(text for text in (says, *drawn.notes) if text))
     show_data_expander(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftlens.results.measures import findings_frame
+from driftlens.runs.notes import read_notes
 from driftlens.runs.run import DriftRun, open_run
 
 # Columns of the layer table that are plotted over layers.
@@ -74,7 +76,8 @@ def to_run(run: str | Path, project: str, *, library: str = "wandb") -> int:
     last = max((point.step for point in points), default=0)
     for point in points:
         steps.setdefault(point.step or last, {})[point.tag] = point.value
-    tracker.init(project=project, name=opened.id, config={"run": opened.name, "tasks": [*opened.tasks]})
+    config = {"run": opened.name, "tasks": [*opened.tasks], **asdict(read_notes(opened.path))}
+    tracker.init(project=project, name=opened.id, config=config)
     # Trackers drop a step that is lower than the one before.
     for step in sorted(steps):
         tracker.log(steps[step], step=step)

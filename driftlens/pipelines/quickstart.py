@@ -281,7 +281,10 @@ def _absolute_model_path(place: str) -> str:
 def _detect_architecture(place: str, access: Permissions) -> dict[str, str]:
     """Detect the loader of a model from the configuration in its folder or next to its file."""
     whole = place if expand_home(place).exists() else place.partition("+")[0]
-    folder = find_config_folder(whole) or fetch_config_folder(whole, offline=access.offline)
+    folder = find_config_folder(whole)
+    # `base/base.safetensors` looks like a Hub id, but a file that exists is one.
+    if folder is None and not expand_home(whole).exists():
+        folder = fetch_config_folder(whole, offline=access.offline)
     for name in _CONFIGS if folder is not None else ():
         assert folder is not None
         if not (folder / name).is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from driftlens.results.measures import (
@@ -19,6 +19,7 @@ from driftlens.results.measures import (
 )
 from driftlens.results.verdict import shown_repair
 from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, Manifest
+from driftlens.runs.notes import read_notes
 from driftlens.runs.run import DriftRun, current_state, has_live_modules, open_run, unfinished_work
 from driftlens.utils.errors import DriftLensError, RunError
 from driftlens.utils.files import PathLike
@@ -36,6 +37,7 @@ class RunSummary:
         relative: mean relative final drift of the shown calibration, else of the merged model; NaN if not measured.
         bytes: size of the files that the manifest lists.
         left: see `unfinished_work`.
+        tags: words that the user gave the run, as `note`; see `driftlens.runs.notes`.
     """
 
     path: pathlib.Path
@@ -54,6 +56,8 @@ class RunSummary:
     hint: str = ""
     left: tuple[str, ...] = ()
     is_live: bool = False
+    tags: tuple[str, ...] = ()
+    note: str = ""
 
 
 def find_runs(root: PathLike) -> list[RunSummary]:
@@ -92,6 +96,7 @@ def _run_summary(folder: pathlib.Path) -> RunSummary:
             bytes=sum(file.bytes for file in run.manifest.files.values()),
             left=unfinished_work(run),
             is_live=has_live_modules(run.manifest),
+            **asdict(read_notes(folder)),
         )
     except DriftLensError as error:
         # One damaged run must not hide the others.

@@ -35,6 +35,8 @@ COMPARISON = "merges.json"
 # The folder of a run that holds a comparison of other merges of its experts, where one was made.
 MERGES = "merges"
 STATUS = "status.json"
+# Tags and a note of the user, see `driftlens.runs.notes`.
+NOTES = "notes.json"
 EVENTS = "events.jsonl"
 # The event of a candidate that `--auto` has tried: `name`, `part`, `share` and held-out `score`.
 CANDIDATE = "candidate"
@@ -47,12 +49,12 @@ SCRATCH = "scratch"
 
 # Everything DriftLens puts directly into a run directory.
 ENTRIES = (
-    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH, MERGES, "tables", "features", "models"),
+    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH, MERGES, NOTES, "tables", "features", "models"),
     *("projections", "calibrations", "thumbs", "figures", "reports", "logs"),
 )
 
 # Entries that the manifest does not list, because they change while results don't.
-VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs", MERGES)
+VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs", MERGES, NOTES)
 
 # Height and width of a sample's picture, in pixels.
 THUMB_SIDE = 64

@@ -9,6 +9,7 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
+from driftlens_app.calibration import START
 from driftlens_app.job_requests import calibrate_request
 from driftlens_app.processes import Job, Kind, log_tail, newest_job, poll_job, start_job, write_job_record
 from driftlens_app.show import pages
@@ -83,7 +84,7 @@ def is_disabled(app: AppTest, label: str) -> bool:
 
 def calibrate_as(app: AppTest, name: str) -> AppTest:
     app.text_input(key="name").set_value(name)
-    return press(app, "FeatCal calibrate")
+    return press(app, START)
 
 
 PROBLEMS = (

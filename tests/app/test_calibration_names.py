@@ -14,7 +14,7 @@ from driftlens.runs.manifest import calibration_marker
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import SpecError
 from driftlens_app import processes
-from driftlens_app.calibration import next_free_name
+from driftlens_app.calibration import START, next_free_name
 from driftlens_app.job_requests import calibrate_request
 from driftlens_app.processes import newest_job, start_job
 from tests.app.conftest import Open, until
@@ -85,8 +85,7 @@ def test_the_form_begins_with_a_free_name(open_app: Open, run: Path) -> None:
 @pytest.mark.slow
 def test_a_taken_name_starts_no_process(open_app: Open, run: Path) -> None:
     app = open_app(run.parent, "repair")
-    app.text_input(key="name").set_value("featcal")
-    press(app, "FeatCal calibrate")
+    calibrate_as(app, "featcal")
     assert "has a calibration 'featcal' already" in errors(app)
     assert app.checkbox(key="replace").label in errors(app)
     assert newest_job(run) is None and not processes._CHILDREN
@@ -97,7 +96,7 @@ def test_a_taken_name_starts_no_process(open_app: Open, run: Path) -> None:
 def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app: Open, run: Path) -> None:
     app = open_app(run.parent, "repair")
     with_calibrations(run, ["featcal", "featcal-2"])
-    press(app, "FeatCal calibrate")
+    press(app, START)
     assert "has a calibration 'featcal-2' already" in errors(app) and newest_job(run) is None
     assert app.text_input(key="name").value == "featcal-2"
     assert app.run().text_input(key="name").value == "featcal-3"

@@ -51,7 +51,7 @@ def test_what_a_run_lacks_is_a_sentence_with_a_way_to_have_it(open_app: Open, tm
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "params" not in name}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    app = opened_at(open_app(tmp_path, "layers"), "layers", "Theory")
+    app = opened_at(open_app(tmp_path, "layers"), "layers", "Task-vector alignment")
     assert not app.error and "driftlens analyze" in said(app)
 
 

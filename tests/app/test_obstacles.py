@@ -20,7 +20,7 @@ from tests.app.conftest import Open
 from tests.app.pages import is_disabled, said
 
 pytestmark = pytest.mark.usefixtures("worker")
-BEST = "Repair with the best method"
+BEST = "Find the best repair"
 START = "Calibration is not possible: "
 
 

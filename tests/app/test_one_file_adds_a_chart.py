@@ -57,7 +57,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_it_is_in_the_report_in_the_section_and_at_the_rank_that_it_declares(toy: str, root: Path) -> None:
     report = Report(open_run(root / "full"))
     layers = next(section for section in report.content.sections if section.name == "layers")
-    assert [figure.name for figure in layers.figures] == [toy, "layer-drift"]
+    assert [figure.name for figure in layers.figures] == ["drift-parts", toy, "layer-drift"]
     page = report.files(["html"])["report.html"].decode()
     assert "A toy of a chart" in page and f'id="plot-{toy}"' in page and "Made of one file." in page
 
@@ -72,7 +72,7 @@ def test_it_is_in_the_presets_that_it_declares_and_in_the_full_one(toy: str, pre
 def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) -> None:
     app = open_app(root, "layers", layers="Drift")
     assert not app.error and not app.exception
-    assert [element.value for element in app.header][:2] == ["A toy of a chart", charts["layer-drift"].title]
+    assert [element.value for element in app.header][1:3] == ["A toy of a chart", charts["layer-drift"].title]
     assert any("Made of one file" in f"{element.value} {element.help}".replace("\\", "") for element in app.caption)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,11 @@ import pytest
 import streamlit as st
 
 from driftlens.results.formatting import typeset_signs
-from driftlens.results.verdict import headline, hide_run_path, verdict
+from driftlens.results.verdict import headline, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens_app import selection
+from driftlens_app.calibration import START
 from driftlens_app.show import pages
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import OF_A_RUN, errors, said
@@ -70,7 +70,7 @@ def test_a_page_of_a_finished_run_has_a_title_and_no_error(open_app: Open, root:
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_read_only_dashboard_starts_nothing(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, read_only=True)
-    starting = [button for button in app.button if button.label in ("FeatCal calibrate", "Start the analysis")]
+    starting = [button for button in app.button if button.label in ("FeatCal calibrate", START, "Start the analysis")]
     assert all(button.disabled for button in starting)
 
 
@@ -197,25 +197,22 @@ def test_the_filter_keeps_what_it_names(open_app: Open, root: Path) -> None:
 def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task(open_app: Open, root: Path) -> None:
     run = open_run(root / "full")
     app = open_app(root, "overview", task="mnist")
-    (shown,) = (text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("Accuracy"))
-    assert "\N{NO-BREAK SPACE}%" in shown  # no line ends before it
-    shown = shown.replace("\N{NO-BREAK SPACE}", " ")
     judged = verdict(run)
-    *others, last = [typeset_signs(hide_run_path(run, text)) for text in judged.sentences]
-    # A badge stands for the checks; the command is there to be copied.
-    assert re.fullmatch(r"Self-checks failed: \d+\.", others.pop())
-    assert shown == "\n\n".join([*others, last]) and last == f"Next: `{hide_run_path(run, judged.command)}`."
+    (shown,) = (text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("merged"))
+    shown = shown.replace("\N{NO-BREAK SPACE}", " ")
+    # Tiles and table have the scores, a badge the checks; the command is there to be copied, or is a button.
+    left_out = ("Accuracy", "Worst: ", "Self-checks failed", "Next: ")
+    others = [text for text in judged.sentences if not text.startswith(left_out)]
+    assert [line for line in shown.split("\n\n") if not line.startswith("Next: ")] == [*map(typeset_signs, others)]
+    assert not any(text in said(app) for text in judged.sentences if text.startswith(left_out[:3]))
     assert str(run.path) not in said(app)
     (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
     assert headline(run).text in head.replace("\N{NO-BREAK SPACE}", " ") and "tile" in head
     rows, right = app.dataframe[0].value.set_index("task"), run.accuracy().query("metric == 'accuracy'")
-    mean, rows = rows.iloc[-1], rows.iloc[:-1]
     last = [name for name in run.variants if name.startswith("calibrated:")][-1]
     right = 100 * right.pivot(index="task", columns="variant", values="value")
     assert [*rows.index] == [*(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index]
-    assert mean.name == f"mean of {len(run.tasks)}"
     for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
-        assert mean[column] == pytest.approx(right[variant].mean(), abs=0.051)
         assert rows[column].tolist() == pytest.approx(right.loc[rows.index, variant].tolist(), abs=0.051)
     for task in run.tasks:
         curve = run.layers(task, last).sort_values("layer")["drift_rel"].tolist()
@@ -241,6 +238,7 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
 
 def test_the_rows_behind_a_chart_are_sent_when_they_are_opened(open_app: Open, root: Path) -> None:
     app = open_app(root, "layers")
-    assert not app.dataframe
+    of_tasks = len(app.dataframe)
+    assert of_tasks <= 1
     assert shown_data(app)
-    assert len(app.dataframe) == len(app.get("plotly_chart"))
+    assert len(app.dataframe) == len(app.get("plotly_chart")) + of_tasks

@@ -76,8 +76,8 @@ def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
 def test_the_best_is_not_offered_where_too_few_samples_could_be_held_out(open_app: Open, root: Path) -> None:
     few = open_run(write_full_run(root / "few", size=Size(samples=7))).id
     app = open_app(root, "repair", run=few)
-    (button,) = [each for each in app.button if each.label == "Repair with the best method"]
-    assert button.disabled and "has 7 calibration samples, but the choice needs at least 8 per task" in said(app)
+    (button,) = [each for each in app.button if each.label == "Find the best repair"]
+    assert button.disabled and "has 7 calibration samples, but the search needs at least 8 per task" in said(app)
     (other,) = [each for each in app.button if each.label == "FeatCal calibrate"]
     assert not other.disabled
 

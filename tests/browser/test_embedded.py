@@ -138,9 +138,10 @@ def test_a_task_is_told_at_once_as_the_next_click_may_lead_to_another_page(
 
 
 def test_one_click_leads_from_the_verdict_to_the_flips_behind_it_and_one_press_back(
-    page: Any, full: DriftRun, opened: Callable[..., Any]
+    page: Any, full: DriftRun, app_url: str
 ) -> None:
-    opened("overview")
+    page.goto(f"{app_url}/overview?run={full.id}")
+    settled(page)
     before, entries = page.url, page.evaluate("history.length")
     page.get_by_role("button", name="flipped samples of").press("Enter")
     page.get_by_role("heading", name="Samples", exact=True).wait_for()
@@ -156,43 +157,8 @@ def test_one_click_leads_from_the_verdict_to_the_flips_behind_it_and_one_press_b
     assert page.evaluate("history.length") == entries + 1
     page.go_back()
     page.get_by_role("heading", name=full.name, exact=True).wait_for()
-    assert frame_of(page) and page.url == before and page.said == []
-
-
-def test_overview_moves_samples_and_a_click_opens_them_on_samples(
-    page: Any, full: DriftRun, opened: Callable[..., Any]
-) -> None:
-    got: list[Any] = []
-    page.on("websocket", lambda socket: socket.on("framereceived", lambda data: got.append(data)))
-    frame = opened("overview")
-    assert frame.locator("canvas").count() == len(full.tasks) and frame.locator(".wall").is_hidden()
-    # A task that is chosen on the page is the explorer's, whose page isn't sent again.
-    policy = page.evaluate("explorerPages.points[1].match(/sha256-[^']+/)[0]").encode()
-    assert sum(policy in message for message in got) == 1
-    choose(page, "Task", full.tasks[1])
-    eventually(frame, "explorer.state.task === 1")
     settled(page)
-    assert sum(policy in message for message in got) == 1
-    start = frame.evaluate("explorer.places()")
-    frame.locator("#stops").get_by_role("button", name="expert", exact=True).click()
-    eventually(frame, "explorer.state.stage === explorer.stages - 1")
-    assert frame.evaluate("explorer.places()") != start and "#" not in page.url
-    frame.locator("canvas").last.click()
-    page.get_by_role("heading", name="Samples", exact=True).wait_for()
-    shown = frame_of(page)
-    assert shown.evaluate("[explorer.state.task, explorer.state.stage, explorer.state.panels]") == [
-        len(full.tasks) - 1,
-        shown.evaluate("explorer.stages - 1"),
-        "one",
-    ]
-    page.go_back()
-    page.get_by_role("heading", name=full.name, exact=True).wait_for()
-    field = page.get_by_role("combobox", name="Task")
-    expect(field).to_have_value(full.tasks[1])
-    page.go_back()
-    expect(field).to_have_value("")
-    settled(page)
-    assert "task" not in page.url and page.said == []
+    assert page.url == before
 
 
 def test_the_repair_stands_beside_what_the_merge_broke(page: Any, full: DriftRun, opened: Callable[..., Any]) -> None:
@@ -267,12 +233,11 @@ def test_the_keyboard_alone_gets_from_the_page_into_the_points(page: Any, opened
 
 
 @pytest.mark.parametrize("width", [420, 1440])
-@pytest.mark.parametrize("name", ["samples", "overview"])
 def test_the_frame_is_as_wide_as_the_page_and_as_high_as_what_it_shows(
-    page: Any, opened: Callable[..., Any], name: str, width: int
+    page: Any, opened: Callable[..., Any], width: int
 ) -> None:
     page.set_viewport_size({"width": width, "height": 900})
-    frame = opened(name)
+    frame = opened("samples")
     eventually(frame, "document.documentElement.scrollHeight === innerHeight")
     assert frame.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.said == []
 

@@ -203,8 +203,6 @@ def test_the_menus_choice_of_theme_reaches_the_charts(page: Any, app_url: str) -
 
 
 FOLD = 900
-_HEAD = _ROW = 36
-"""Pixels of a table's head and of a row."""
 TASKS = ("cars", "dtd", "mnist", "sun", "svhn", "traffic_signs", "satellite", "faces")
 VARIANTS = ("base", "merged", "calibrated:best")
 
@@ -256,15 +254,18 @@ def is_on_first_screen(element: Any, upper: float | None = None) -> bool:
 
 
 def told(page: Any, words: str) -> str:
-    """The line with these words, which stands above the fold."""
+    """The line with these words."""
     line = page.get_by_test_id("stMainBlockContainer").get_by_role("paragraph").filter(has_text=words).first
-    assert is_on_first_screen(line), f"{words} is below the fold"
-    return str(line.inner_text()).replace("\N{NO-BREAK SPACE}", " ")
+    return plain(line.inner_text())
+
+
+def plain(text: str) -> str:
+    return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.mark.parametrize("screen", ["good", "below", "texts"], indirect=True)
 def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) -> None:
-    """The ten of tests/runs/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
+    """The ten of tests/runs/questions.md, by the findings: in pictures on the screen, in words below it."""
     page, run = screen
     judged, rows = verdict(run), findings_frame(run)
     means = rows[(rows["measure"] == "accuracy") & (rows["task"] == "")].set_index(["variant", "against"])
@@ -289,11 +290,12 @@ def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) ->
     task = next(name for name in sorted(run.tasks, key=len, reverse=True) if name in cells)
     scored = worst.set_index(["task", "variant"])["value"]
     assert f"{100 * scored[task, 'merged']:.1f}" in cells  # 6
-    assert is_on_first_screen(table, _HEAD + _ROW), "no task is above the fold"
     source = next(text for text in judged.sentences if text.startswith("Main source of"))
     assert told(page, "Main source of") == plain_words(source)  # 7 and 8
     assert bool(judged.bad_experts) == bool(page.get_by_text("Experts worse than base").count())  # 9
-    assert "driftlens" in told(page, "Next: ")  # 10
+    assert is_on_first_screen(page.get_by_role("button", name="Repair"))  # 10
+    for number in range(2):
+        assert is_on_first_screen(page.locator(".js-plotly-plot").nth(number), 100), "the picture is below the fold"
 
 
 @pytest.mark.parametrize("screen", ["good", "below", "texts"], indirect=True)
@@ -303,9 +305,9 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
     rows = run.accuracy()
     means = 100 * rows.groupby("variant")["value"].mean()
     # What is wrong: every model's accuracy, and what the merge lost and won.
-    first = told(page, "Accuracy (")
+    first, head = told(page, "Accuracy ("), plain(page.locator(".headline").first.inner_text())
     for variant, called in (("base", "base"), ("expert", "experts"), ("merged", "merged")):
-        assert f"{called} {means[variant]:.1f} %" in first
+        assert re.search(rf"{called}\s+{means[variant]:.1f} %", head)
     lost, won = means["expert"] - means["merged"], means["merged"] - means["base"]
     found = re.match(
         r"merged: ([\d.]+) ± ([\d.]+) points worse than experts.*; ([\d.]+) ± ([\d.]+) (\w+) than base",
@@ -322,15 +324,14 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
     source = layers.groupby("layer")["final_share"].mean().idxmax()
     assert run.layer_name(source) in told(page, "Main source of")
     assert is_on_first_screen(page.get_by_role("img", name="accuracy on one scale"))
-    # What to do: the command, and below it a button that leads to repairs.
-    assert "driftlens" in told(page, "Next: ")
+    # What to do: a button that leads to repairs.
     assert is_on_first_screen(page.get_by_role("button", name="Repair"))
     page.get_by_role("button", name="Repair").click()
     page.wait_for_url("**/repair?**")
     settled(page)
-    expect(page.get_by_role("button", name="Repair with the best method")).to_be_visible()
+    expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_visible()
 
 
 def plain_words(sentence: str) -> str:
     """A sentence as a page shows it, with blanks for those that hold a line together."""
-    return typeset_signs(sentence).replace("\N{NO-BREAK SPACE}", " ")
+    return plain(typeset_signs(sentence))

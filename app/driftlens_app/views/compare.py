@@ -9,6 +9,7 @@ import streamlit as st
 
 from driftlens.results.compare import Comparison, compare, comparison_table
 from driftlens.results.verdict import shown_repair
+from driftlens.runs.manifest import COMPARISON, MERGES
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
 from driftlens.utils.variants import display_name
@@ -16,7 +17,7 @@ from driftlens_app.job_panel import show_repair_link
 from driftlens_app.job_requests import merge_comparisons
 from driftlens_app.run_cache import open_cached_run, run_cache_key, run_folder, run_ids
 from driftlens_app.selection import TASK, Selection, current_selection
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     escape_markdown,
     is_dark,
@@ -42,7 +43,7 @@ def show() -> None:
     chosen = current_selection(TASK)
     _show_changes(chosen)
     with show_errors_in_place():
-        show_merge_ranking(Settings.from_environment(), chosen.run.name)
+        show_merge_ranking(Settings.from_environment(), chosen.run)
 
 
 def _show_changes(chosen: Selection) -> None:
@@ -97,17 +98,22 @@ def _select_variant_pair(first: DriftRun, second: DriftRun) -> tuple[str, str] |
     return before, after
 
 
-def show_merge_ranking(settings: Settings, name: str = "") -> None:
-    """Show a ranking of merges stored in the root, optionally only of the runs called `name`."""
+def show_merge_ranking(settings: Settings, run: DriftRun | None = None) -> None:
+    """Show a ranking of merges stored in the root, or only those of a run and in its folder."""
+    own = [] if run is None else [run.path / MERGES]
     rankings: dict[str, Any] = {}
-    for folder in merge_comparisons(settings.root):
-        with show_errors_in_place():
-            ranking = read_merge_ranking(settings.root / folder)
-            rankings |= {folder: ranking} if name in ("", ranking["name"]) else {}
+    for folder in (*own, *(settings.root / name for name in merge_comparisons(settings.root))):
+        if is_file_inside(folder / COMPARISON):
+            with show_errors_in_place():
+                ranking = read_merge_ranking(folder)
+                name = folder.relative_to(settings.root).as_posix()
+                rankings |= {name: ranking} if run is None or folder in own or ranking["name"] == run.name else {}
     if not rankings:
         return
     st.header("Compared merges", anchor=False)
-    chosen = st.selectbox("Comparison", [*rankings], label_visibility="collapsed", key="comparison")
+    chosen = next(iter(rankings))
+    if len(rankings) > 1:
+        chosen = st.selectbox("Comparison", [*rankings], label_visibility="collapsed", key="comparison")
     show_drawn_chart("merges", chosen, draw_merge_ranking(rankings[chosen], dark=is_dark()))
     show_report_table(merge_ranking_table(rankings[chosen]))
 

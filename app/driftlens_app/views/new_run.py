@@ -92,6 +92,7 @@ def _show_models_form(settings: Settings) -> None:
     else:
         options.append(f"--set=merge={json.dumps({'method': method})}")
     file = job_requests.new_spec_path(settings, name.strip())
+    options.append(f"--set=name={json.dumps(name.strip())}")
     # `--` ends the options, so that no model name is read as one.
     with st.spinner("Reading configurations and data"):
         answer = run_json_command(("init", *options, "--json", "--", base.strip(), *models), settings.root)

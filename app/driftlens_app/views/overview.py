@@ -1,7 +1,8 @@
-"""Overview: distance of the run's models from their experts, its sources, and facts about the run."""
+"""Overview: the verdict as a headline and a picture, the next step, scores by task, sources of drift, and facts."""
 
 from __future__ import annotations
 
+import shlex
 import zlib
 from typing import Any
 from urllib.parse import urlencode
@@ -16,22 +17,25 @@ from driftlens.results.verdict import Verdict, caveat_sentences as stamps_of, ta
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import pluralize
 from driftlens.utils.variants import display_name
-from driftlens_app.job_panel import offer_attribution, recommended_steps, show_step_buttons
-from driftlens_app.sample_explorer import open_explorer, show_explorer
-from driftlens_app.selection import (
-    MEASURE,
-    TASK,
-    VARIANTS,
-    Selection,
-    current_selection,
-    select_value,
+from driftlens_app.job_panel import (
+    COMPARE_MERGES,
+    offer_attribution,
+    recommended_steps,
+    show_failed_job,
+    show_live_job,
+    show_step_buttons,
 )
+from driftlens_app.processes import poll_job
+from driftlens_app.sample_explorer import open_explorer
+from driftlens_app.selection import TASK, Selection, current_selection, select_value
+from driftlens_app.settings import Settings
 from driftlens_app.show import (
     Page,
     cached_chart,
     escape_markdown,
     format_time,
     is_narrow,
+    show_before_after,
     show_caption,
     show_drawn_chart,
     show_errors_in_place,
@@ -42,14 +46,12 @@ from driftlens_app.show import (
     sortable_table,
     verdict_markdown,
 )
+from driftlens_app.views.compare import show_merge_ranking
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import charts
-from driftlens_reports.charts.layer_curves import draw_mean_drift
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _CELLS = "contributions-heatmap"
-# With more tasks, panels side by side would be too small, so samples share one.
-_MAX_PANELS = 8
 # More warnings on top would push the numbers off the screen.
 _MAX_STAMPS = 3
 # Characters of a task's name that fit on a button.
@@ -57,11 +59,12 @@ _LONG = 40
 
 
 def show() -> None:
-    """Draw the page Overview: headline, verdict, scores by task and sources of drift."""
+    """Draw the page Overview: headline, picture, verdict, scores by task and sources of drift."""
     chosen = current_selection()
+    folder = [chosen.run.path.name] if chosen.run.path.name != chosen.run.name else []
     show_page_title(
         escape_markdown(chosen.run.name),
-        f"{escape_markdown(chosen.run.id)} · {format_time(chosen.run.manifest.created)}",
+        " · ".join([*map(escape_markdown, folder), format_time(chosen.run.manifest.created)]),
     )
     stamps = stamps_of(chosen.run)
     if stamps:
@@ -70,38 +73,37 @@ def show() -> None:
         with st.expander(f"{len(more)} more", icon=":material/warning:"):
             st.markdown("\n".join(f"- {escape_markdown(stamp)}" for stamp in more))
     with show_errors_in_place():
-        _show_verdict(chosen.run)
-    # Filled last, since projecting samples takes longer than the rest of the page.
-    moving = st.container()
-    chosen = current_selection(TASK, VARIANTS, MEASURE)
+        _show_verdict(chosen)
     with show_errors_in_place():
-        # Charts of single tasks are on the page Layers.
-        drawn = cached_chart("mean-drift", chosen.run, draw_mean_drift, chosen.options())
-        st.header("Mean drift by layer", anchor=False, help="A line below that of merged is closer to the experts.")
-        show_drawn_chart("mean-drift", chosen.run.id, drawn)
+        show_merge_ranking(Settings.from_environment(), chosen.run)
     with show_errors_in_place():
         _show_drift_sources(chosen)
     _show_provenance(chosen.run)
-    if chosen.run.tasks and chosen.run.manifest.layers:
-        with moving:
-            about = "At the last layer; click to open Samples."
-            st.header("Samples across models", anchor=False, help=about)
-            is_few = 1 < len(chosen.run.tasks) <= _MAX_PANELS
-            show_explorer(chosen.run, "points", "panels=tasks" if is_few else "")
 
 
-def _show_verdict(run: DriftRun) -> None:
-    judged = verdict(run)
+def _show_verdict(chosen: Selection) -> None:
+    """Show the headline, the button of what helps most, the picture, and the verdict in words and by task."""
+    run, judged = chosen.run, verdict(chosen.run)
     show_headline(run)
-    with st.container(border=True, key="verdict"):
-        # Sentences with the same content as a button or badge are left out.
-        (steps, sentences), checks = recommended_steps(run, judged), run_self_checks(run)
-        sentences = [text for text in sentences if f"{_self_checks_label(checks)}." not in text]
-        st.markdown("\n\n".join(verdict_markdown(run, text, judged.command) for text in sentences))
+    (steps, sentences), checks = recommended_steps(run, judged), run_self_checks(run)
+    if not show_live_job(run.path):
         with st.container(horizontal=True, vertical_alignment="center"):
-            show_step_buttons(run, steps, judged.command, "Repair")
+            over_base = judged.gap_between(judged.merged, "base")
+            is_repaired_first = not run.manifest.calibrations and (over_base is None or over_base.side >= 0)
+            # A merge that is no worse than its base is repaired first, which costs less than other merges.
+            if steps == [COMPARE_MERGES] and is_repaired_first:
+                show_step_buttons(run, ["Repair"], f"driftlens calibrate {shlex.quote(str(run.path))}", *steps)
+            else:
+                show_step_buttons(run, steps, judged.command, "Repair")
             _show_flipped_samples_button(run, judged)
             _show_self_checks(checks)
+    show_failed_job(poll_job(run.path, "merge"))
+    show_before_after(run, chosen.options())
+    # The tiles and the table have the scores, and a button or badge its sentence.
+    repeated = (*judged.sentences[: bool(judged.means)], f"{_self_checks_label(checks)}.")
+    said = [text for text in sentences if text not in repeated and not text.startswith("Worst: ")]
+    with st.container(border=True, key="verdict"):
+        st.markdown("\n\n".join(verdict_markdown(run, text, judged.command) for text in said))
     if judged.means:
         _show_task_table(run, judged)
 
@@ -135,26 +137,27 @@ def _show_task_table(run: DriftRun, judged: Verdict) -> None:
     def _select_clicked_task() -> None:
         ticked = st.session_state[key]["selection"]["cells"]
         if ticked:
-            row = ticked[0][0]
-            # The last row is the mean over all tasks.
-            select_value(TASK, tasks[row] if row < len(run.tasks) else None)
+            task = tasks[ticked[0][0]]
+            select_value(TASK, None if task == current_selection().task else task)
 
     st.header(escape_markdown(sheet.title), anchor=False, help=escape_markdown(sheet.notes()))
     settings = {"on_select": _select_clicked_task, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
-    st.caption("Worst first. Click a row to select its task on every page.")
+    # The first sentence without its numbers: measure, tasks and samples.
+    counted = judged.sentences[0].partition(":")[0]
+    st.caption(f"{counted}. Worst first. Click a row to select its task on every page, and again for all tasks.")
 
 
 def _task_table(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Return the verdict's table for the page (worst task first, mean last) and its column settings."""
-    numbers = sheet.frame()
-    numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]
+    """Return the verdict's table for the page (worst task first, without means) and its column settings."""
+    # The headline's tiles have the means.
+    numbers = sheet.frame()[: len(run.tasks)]
     heads = dict(zip(judged.means, [*sheet.column_formats][1:], strict=False))
     last = next(name for name in (judged.after, judged.merged) if name in heads)
     sign = 1 if judged.measure.worse == "lower" else -1
     left = numbers[heads[last]].astype(float)
     loss = sign * (numbers[heads["expert"]].astype(float) - left) if "expert" in heads else left
-    numbers = pd.concat([numbers.loc[loss.sort_values(ascending=False, kind="stable").index], mean])
+    numbers = numbers.loc[loss.sort_values(ascending=False, kind="stable").index]
     table, columns = sortable_table(sheet)
     columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.column_formats.items() if kind == "number"}
     rows = table.loc[numbers.index].assign(task=numbers["task"])
@@ -201,6 +204,7 @@ def _show_provenance(run: DriftRun) -> None:
     manifest = run.manifest
     with st.expander("Provenance"):
         facts_of_run = {
+            "id": run.id,
             "architecture": ", ".join(f"{name} {value}" for name, value in manifest.architecture.items()),
             "device": f"{manifest.device}, {manifest.dtype}",
             "seeds": ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items()),

@@ -41,11 +41,11 @@ from driftlens_app.selection import current_selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     Page,
-    cached_chart,
     escape_markdown,
     is_dark,
     page_path,
     select_page_part,
+    show_before_after,
     show_caption,
     show_chart,
     show_data_expander,
@@ -58,14 +58,9 @@ from driftlens_app.show import (
 )
 from driftlens_app.views import compare
 from driftlens_reports.charts.chart import ChartOptions
-from driftlens_reports.charts.layer_curves import draw_mean_drift, draw_running_drift
+from driftlens_reports.charts.layer_curves import draw_running_drift
 
-PAGE = Page(
-    "Repair",
-    icon=":material/tune:",
-    order=50,
-    says="Move the merged model's features towards the experts', layer by layer.",
-)
+PAGE = Page("Repair", icon=":material/tune:", order=50)
 
 _SHOWN = "_calibrations_shown"
 # Repairs that take this many times as long as FeatCal are compared only on request.
@@ -76,6 +71,8 @@ _MAX_BYTES = 1_000_000_000
 
 def show() -> None:
     """Draw the page Repair: calibration form, results and method comparison."""
+    # Without a subtitle, which would push the result off the first screen.
+    st.title(PAGE.title, anchor=False, help="Move the merged model's features towards the experts', layer by layer.")
     if select_page_part(("Calibrate", "Compare"), key="repair") == "Compare":
         compare.show()
         return
@@ -83,12 +80,14 @@ def show() -> None:
     job = poll_job(run.path, "calibrate")
     if settings.read_only:
         show_note("This dashboard is read-only.", "lock")
-    left, right = st.columns([1, 2])
     at_work = has_live_job(run.path)
     blocked = at_work or settings.read_only
     reason = "" if blocked else calibration_obstacle(run)
-    with left, show_errors_in_place():
+    # Progress takes the place of the buttons.
+    top = st.container()
+    with show_errors_in_place():
         request, pressed = calibration.show_calibration_form(
+            None if at_work else top,
             taken=run.manifest.calibrations,
             blocked=blocked,
             obstacle=reason,
@@ -97,16 +96,17 @@ def show() -> None:
             counts={task: len(ids) for task, ids in run.manifest.sample_ids.get("calibration", {}).items()},
         )
         if pressed:
-            start_and_rerun(calibrate_request(run, request))
-        if not (blocked or run.manifest.finished):
-            show_step_buttons(run, *recommended_steps(run, verdict(run))[:1], verdict(run).command)
-    with right:
+            with top:
+                start_and_rerun(calibrate_request(run, request))
+    with top:
         if not show_live_job(run.path, functools.partial(_show_running_drift, run)) and at_work:
             # The job ended while the form was drawn.
             st.rerun()
+        if not (blocked or run.manifest.finished):
+            show_step_buttons(run, *recommended_steps(run, verdict(run))[:1], verdict(run).command)
         if show_failed_job(job) and job is not None and not settings.read_only:
             _show_resume_button(run, job.job)
-        _show_calibration_results(run, job)
+    _show_calibration_results(run, job)
     if run.manifest.calibrations:
         _show_setting_sweeps(run, blocked=blocked)
     _show_method_comparison(run, blocked=blocked)
@@ -162,15 +162,17 @@ def _show_calibration_results(run: DriftRun, job: JobStatus | None) -> None:
             show_note("This run has no calibrated variant yet.")
         return
     _select_newest_calibration(run, names, job)
+    heading, choice = st.columns([3, 1], vertical_alignment="center")
     # Streamlit leaves the default out of the URL, so there is none: the newest calibration changes with time.
-    name = st.selectbox("Calibration", names, index=None, key="calibration", bind="query-params")
+    field = {"key": "calibration", "bind": "query-params", "label_visibility": "collapsed"}
+    name = choice.selectbox("Calibration", names, index=None, **field)
     if name is None:
         return
+    heading.header(f"Before and after the repair {escape_markdown(name)}", anchor=False)
     if job is not None and job.job.name == name and job.state == "done":
-        st.success(f"Calibration {escape_markdown(name)} is done.", icon=":material/check_circle:")
+        st.caption(f":material/check_circle: Calibration {escape_markdown(name)} is done.")
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
-        st.info("Drift and accuracy are measured; attribution to layers is still running.")
-    st.header(f"Before and after the repair {escape_markdown(name)}", anchor=False)
+        st.caption(":material/pending: Drift and accuracy are measured; attribution to layers is still running.")
     _show_single_calibration(run, name)
 
 
@@ -186,14 +188,12 @@ def _select_newest_calibration(run: DriftRun, names: Sequence[str], job: JobStat
 
 def _show_single_calibration(run: DriftRun, name: str) -> None:
     """Show the results of one calibration; errors of one table do not hide the others."""
+    options = ChartOptions(variants=("merged", calibrated_variant(name)), relative=True, dark=is_dark())
     with show_errors_in_place():
-        show_headline(run, name)
-        # The chart below shows the drift.
+        show_before_after(run, options, functools.partial(show_headline, run, name))
+    with show_errors_in_place():
+        # The chart above shows the drift.
         show_report_table(task_table(run, verdict(run, name)), {"relative drift"})
-    with show_errors_in_place():
-        options = ChartOptions(variants=("merged", calibrated_variant(name)), relative=True, dark=is_dark())
-        st.header("Relative drift by layer, before and after", anchor=False, help="Layers has every task.")
-        show_drawn_chart("before-after", run.id, cached_chart("before-after", run, draw_mean_drift, options))
     with show_errors_in_place():
         st.header("Broken by the merge, and fixed by the repair", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated_variant(name)}))

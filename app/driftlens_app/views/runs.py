@@ -13,20 +13,28 @@ from streamlit.column_config import NumberColumn
 
 from driftlens.results.formatting import format_bytes
 from driftlens.results.listing import RunSummary
-from driftlens.utils.variants import variant_kind
+from driftlens.results.verdict import headline, verdict
+from driftlens.runs.manifest import NOTES
+from driftlens.runs.notes import write_notes
+from driftlens.runs.run import DriftRun
+from driftlens.utils.variants import display_name, variant_kind
 from driftlens_app.job_panel import SECONDS, live_job_text, show_new_run_jobs, show_welcome_page
 from driftlens_app.processes import has_live_job
-from driftlens_app.run_cache import list_runs
+from driftlens_app.run_cache import list_runs, open_cached_run
 from driftlens_app.selection import open_page
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, require_inside
 from driftlens_app.show import (
     Page,
     escape_markdown,
     format_time,
+    is_dark,
+    show_drawn_chart,
+    show_errors_in_place,
     show_note,
     show_page_title,
     show_table,
 )
+from driftlens_reports.charts.run_curves import draw_run_curves
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, needs_run=False)
 
@@ -47,7 +55,7 @@ def show() -> None:
     if st.button("New run", icon=":material/add_circle:", key="to-new-run"):
         open_page("new_run")
     show_new_run_jobs(settings)
-    query = st.text_input("Filter", placeholder="name, task or variant", key="filter", bind="query-params")
+    query = st.text_input("Filter", placeholder="name, tag, task or variant", key="filter", bind="query-params")
     shown = sorted((run for run in runs if _matches_filter(run, query)), key=lambda run: run.created, reverse=True)
     if not shown:
         show_note("No run matches the filter.", "filter_alt")
@@ -78,7 +86,7 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
     rows = pd.DataFrame(map(_runs_table_row, runs))
     is_double = rows["name"].duplicated(keep=False)
     rows["name"] = rows["name"].mask(is_double, [f"{run.name} ({run.path.name})" for run in runs])
-    rows = rows.drop(columns=[name for name in _MODELS if rows[name].isna().all()])
+    rows = rows.drop(columns=[name for name in (*_MODELS, "tags") if rows[name].isna().all()])
     shares = {name: NumberColumn(format=_PERCENT) for name in _MODELS}
     columns = {
         **shares,
@@ -107,12 +115,58 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
 def _show_selection_actions(ticked: list[RunSummary]) -> None:
     readable = [run for run in ticked if not run.problem]
     if not ticked:
-        st.caption("Newest first. Click a name to open the run; check two rows to compare them.")
+        st.caption(
+            "Newest first. Click a name to open the run; tick one for tags and a note, several to compare them."
+        )
         return
-    with st.container(horizontal=True):
-        if len(readable) == len(ticked) == 2 and st.button("Compare", icon=":material/difference:", key="compare"):
-            older, newer = sorted(readable, key=lambda run: run.created)
-            open_page("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
+    is_pair = len(readable) == len(ticked) == 2
+    if is_pair and st.button("Compare layer by layer", icon=":material/difference:", key="compare"):
+        older, newer = sorted(readable, key=lambda run: run.created)
+        open_page("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
+    if len(readable) > 1:
+        with show_errors_in_place():
+            _show_run_comparison(readable)
+    for run in readable if len(readable) == 1 else ():
+        with show_errors_in_place():
+            _show_notes_form(run)
+
+
+def _show_run_comparison(ticked: list[RunSummary]) -> None:
+    """Show the drift curves of the ticked runs in one chart, and a table of their verdicts."""
+    runs = [open_cached_run(run.path) for run in ticked]
+    st.header("Drift by layer", anchor=False)
+    show_drawn_chart("runs", "runs", draw_run_curves(runs, dark=is_dark()))
+    rows = pd.DataFrame(
+        {"name": run.name, "merge": at.merge or None, **_verdict_row(run)}
+        for run, at in zip(runs, ticked, strict=True)
+    )
+    columns: dict[str, Any] = {name: NumberColumn(format=_PERCENT) for name in rows.select_dtypes("number")}
+    show_table(rows, columns, key="compared-runs", alt=f"Verdicts on {len(rows)} runs")
+
+
+def _verdict_row(run: DriftRun) -> dict[str, object]:
+    """Return scores, drifts and the closed gap of a run, in percent, and the name of its repair."""
+    judged = verdict(run)
+    layers = run.layers()
+    final = layers[layers["layer"] == layers["layer"].max()].groupby("variant")["drift_rel"].mean()
+    models = {"base": "base", "merged": judged.merged, "repaired": judged.after, "experts": "expert"}
+    scores = {name: judged.means[variant].value for name, variant in models.items() if variant in judged.means}
+    drifts = {f"drift, {name}": final.get(models[name], math.nan) for name in ("merged", "repaired")}
+    numbers = {**scores, "gap closed": headline(run).closed.value, **drifts}
+    repair = display_name(judged.after) if judged.after else None
+    return {"repair": repair, **{name: 100 * float(value) for name, value in numbers.items()}}
+
+
+def _show_notes_form(run: RunSummary) -> None:
+    """Show the tags and the note of a run with a button that stores changes."""
+    is_fixed = Settings.from_environment().read_only
+    with st.form(f"notes-{run.id}"):
+        tags = st.text_input("Tags", ", ".join(run.tags), help="Separated by commas; the filter finds them.")
+        note = st.text_area("Note", run.note, height=80)
+        if st.form_submit_button("Save", icon=":material/save:", disabled=is_fixed):
+            require_inside(run.path / NOTES)
+            write_notes(run.path, tags.split(","), note)
+            st.rerun()
 
 
 def _runs_table_row(run: RunSummary) -> dict[str, object]:
@@ -124,6 +178,7 @@ def _runs_table_row(run: RunSummary) -> dict[str, object]:
         "name": run.name,
         "state": live_job_text(run.path) or run.state,
         "merge": run.merge or None,
+        "tags": ", ".join(run.tags) or None,
         **{name: 100 * scores.get(name, math.nan) for name in _MODELS},
         "relative drift": 100 * run.relative,
         "tasks": len(run.tasks) or None,
@@ -134,7 +189,7 @@ def _runs_table_row(run: RunSummary) -> dict[str, object]:
 
 
 def _matches_filter(run: RunSummary, query: str) -> bool:
-    texts = (run.name, run.id, run.path.name, *run.tasks, *run.variants)
+    texts = (run.name, run.id, run.path.name, *run.tags, *run.tasks, *run.variants)
     return all(any(word in text.casefold() for text in texts) for word in query.casefold().split())
 
 

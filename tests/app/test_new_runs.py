@@ -164,10 +164,10 @@ def test_models_and_data_become_a_spec_whose_analysis_is_started(open_app: Open,
     made = dict(parse_yaml((root / "mine.yaml").read_text(), "spec"))
     assert (made["base"], made["experts"]) == ("zoo/base", ["zoo/cars.safetensors", "signs=owner/model"])
     data = ["--data=cars=sets/cars", "--data=signs=sets/signs.npz"]
-    assert made["options"] == [*data, '--set=merge={"method": "task_arithmetic"}', "--json"]
+    assert made["options"] == [*data, '--set=merge={"method": "task_arithmetic"}', '--set=name="mine"', "--json"]
     until(lambda: state(root / "mine") == "running", "it runs")
     job = newest(root / "mine")
-    assert f"called with analyze {root}/mine.yaml --out {root}/mine" in job.log.read_text()
+    assert f'called with analyze {root}/mine.yaml --out {root}/mine --set=name="mine"' in job.log.read_text()
     again = filled(open_app(root, "new_run"))
     assert "exists already" in errors(again)
 
@@ -177,7 +177,7 @@ def test_a_model_that_is_merged_already_takes_the_place_of_a_method(open_app: Op
     filled(open_app(root, "new_run"), merged="zoo/merged.safetensors", data="")
     made = dict(parse_yaml((root / "mine.yaml").read_text(), "spec"))
     weights = '--set=merged.weights="zoo/merged.safetensors"'
-    assert made["options"] == ["--set=merge=null", weights, "--json"]
+    assert made["options"] == ["--set=merge=null", weights, '--set=name="mine"', "--json"]
 
 
 def test_what_no_spec_can_be_made_of_starts_nothing(open_app: Open, root: Path) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from driftlens.runs.manifest import NOTES
+from driftlens.runs.notes import RunNotes, read_notes
 from driftlens.runs.run import open_run
+from driftlens.runs.verify import verify_files
 from driftlens_app.show import pages
 from driftlens_reports.build import Report
 from driftlens_reports.explorer import Explorer
@@ -47,7 +50,12 @@ def test_runs_are_opened_and_compared(page: Any, runs_folder: Path, workshop: tu
     click(page, 0, 15)
     click(page, 1, 15)
     entries = page.evaluate("history.length")
-    page.get_by_role("button", name="Compare").click()
+    # Curves of both lie over each other, with a table of their verdicts.
+    expect(page.get_by_role("heading", name="Drift by layer")).to_be_visible()
+    expect(page.get_by_test_id("stDataFrame")).to_have_count(2)
+    names = page.evaluate("document.querySelector('.js-plotly-plot').data.map(line => line.name)")
+    assert {"full run, merged", "full run, repaired", "merged only, merged"} <= {*names}
+    page.get_by_role("button", name="Compare layer by layer").click()
     page.wait_for_url("**/repair?**run=**")
     settled(page)
     assert all(id in page.url for id in ids)
@@ -58,6 +66,30 @@ def test_runs_are_opened_and_compared(page: Any, runs_folder: Path, workshop: tu
     click(page, 0, 70)
     page.wait_for_url("**/overview?**")
     assert any(id in page.url for id in ids)
+
+
+def test_tags_and_a_note_are_kept_with_the_run_and_found(
+    page: Any, runs_folder: Path, workshop: tuple[str, Path]
+) -> None:
+    url, root = workshop
+    shutil.copytree(runs_folder / "full", root / "full")
+    shutil.copytree(runs_folder / "merged", root / "merged")
+    page.goto(f"{url}/runs")
+    click(page, 0, 15)
+    page.get_by_role("textbox", name="Tags").fill("paper, best,, paper")
+    page.get_by_role("textbox", name="Note").fill("For figure 1.")
+    page.get_by_role("button", name="Save").click()
+    settled(page)
+    (noted,) = [folder for folder in root.iterdir() if (folder / NOTES).is_file()]
+    assert read_notes(noted) == RunNotes(("paper", "best"), "For figure 1.")
+    assert verify_files(noted).ok and not verify_files(noted).unlisted
+    page.get_by_role("textbox", name="Filter").fill("best")
+    page.keyboard.press("Enter")
+    settled(page)
+    expect(page.get_by_test_id("stDataFrame").locator("canvas tbody tr")).to_have_count(1)
+    # The folder's name is an address of the run.
+    page.goto(f"{url}/overview?run={noted.name}")
+    drawn(page, page.get_by_role("heading", level=1, name=open_run(noted).name), timeout=60_000)
 
 
 @pytest.fixture(scope="module")

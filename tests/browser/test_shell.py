@@ -102,6 +102,26 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
     assert "repair=Compare" in page.url
 
 
+def test_layers_starts_with_the_picture_of_both_parts_and_ticked_tasks_are_its_mean(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    run = open_run(runs_folder / "full")
+    page.set_viewport_size({"width": 1440, "height": FOLD})
+    page.goto(f"{app_url}/layers?run={run.id}")
+    settled(page)
+    for name in ("Path-averaged Jacobians", "Expert cosine", "Task-vector alignment"):
+        expect(page.get_by_role("radiogroup", name="Part of the page").get_by_text(name)).to_be_visible()
+    picture = page.locator(".js-plotly-plot").first
+    assert is_on_first_screen(picture)
+    final = "document.querySelector('.js-plotly-plot').data.filter(it => it.mode === 'markers')[0].y[0]"
+    last = run.layers(variant="merged", layer="final").set_index("task")["drift_rel"].astype(float)
+    assert page.evaluate(final) == pytest.approx(last.mean())
+    table = page.get_by_test_id("stDataFrame").first
+    box = table.locator("canvas").first.bounding_box()
+    page.mouse.click(box["x"] + 15, box["y"] + 52)  # the first task, below the head
+    page.wait_for_function(f"Math.abs({final} - {last[run.tasks[0]]}) < 1e-6")
+
+
 def test_opening_another_part_leaves_no_step_that_shows_the_same(page: Any, app_url: str, runs_folder: Path) -> None:
     run = open_run(runs_folder / "merged")
     page.goto(f"{app_url}/layers?run={run.id}")

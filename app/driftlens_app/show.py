@@ -262,7 +262,7 @@ def show_before_after(run: DriftRun, options: ChartOptions, between: Callable[[]
         between: shows what comes between the charts and their notes.
     """
     pictures = {
-        "mean-drift": ("Drift by layer", draw_mean_drift, "A line below that of merged is closer to the experts."),
+        "mean-drift": ("Drift", draw_mean_drift, "A line below that of merged is closer to the experts."),
         "moved-samples": ("Samples", draw_moved_samples, "Each line leads to the sample's position in its expert."),
     }
     if not run.manifest.layers:

@@ -77,6 +77,8 @@ def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root:
         if view == "overview":  # its field of cells leads to that of the layers
             [cells] = again
             again = [] if cells.startswith(f"layers {{'layers': '{SECTIONS['contributions'].part}'}}") else again
+        if (view, query) == ("repair", {}):  # the picture of Overview, for one repair
+            again = [text for text in again if not text.startswith("overview")]
         assert not again, f"{view} {query}"
         places |= dict.fromkeys(drawn, f"{view} {query}")
 

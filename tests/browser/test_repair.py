@@ -96,7 +96,7 @@ def test_a_damaged_and_a_vanished_piece_take_nothing_else_along(
     file.write_bytes(file.read_bytes()[:100])
     shutil.rmtree(full.path / "features")
     page.goto(f"{address}/overview?run={full.id}")
-    drawn(page, page.get_by_role("heading", name="Drift by layer"), timeout=PATIENCE)
+    drawn(page, page.get_by_role("heading", name="Drift", exact=True), timeout=PATIENCE)
     said = page.get_by_test_id("stAlertContentError").filter(has_text="outputs")
     expect(said.first).to_be_visible()
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Layers").click()

@@ -53,6 +53,7 @@ def test_runs_are_opened_and_compared(page: Any, runs_folder: Path, workshop: tu
     # Curves of both lie over each other, with a table of their verdicts.
     expect(page.get_by_role("heading", name="Drift by layer")).to_be_visible()
     expect(page.get_by_test_id("stDataFrame")).to_have_count(2)
+    page.locator(".js-plotly-plot .main-svg").first.wait_for(timeout=60_000)
     names = page.evaluate("document.querySelector('.js-plotly-plot').data.map(line => line.name)")
     assert {"full run, merged", "full run, repaired", "merged only, merged"} <= {*names}
     page.get_by_role("button", name="Compare layer by layer").click()
@@ -79,14 +80,14 @@ def test_tags_and_a_note_are_kept_with_the_run_and_found(
     page.get_by_role("textbox", name="Tags").fill("paper, best,, paper")
     page.get_by_role("textbox", name="Note").fill("For figure 1.")
     page.get_by_role("button", name="Save").click()
-    settled(page)
+    cells = page.get_by_test_id("stDataFrame").locator("canvas tbody td")
+    expect(cells.filter(has_text="paper, best")).to_be_attached(timeout=60_000)
     (noted,) = [folder for folder in root.iterdir() if (folder / NOTES).is_file()]
     assert read_notes(noted) == RunNotes(("paper", "best"), "For figure 1.")
     assert verify_files(noted).ok and not verify_files(noted).unlisted
     page.get_by_role("textbox", name="Filter").fill("best")
     page.keyboard.press("Enter")
-    settled(page)
-    expect(page.get_by_test_id("stDataFrame").locator("canvas tbody tr")).to_have_count(1)
+    expect(page.get_by_test_id("stDataFrame").locator("canvas tbody tr")).to_have_count(1, timeout=60_000)
     # The folder's name is an address of the run.
     page.goto(f"{url}/overview?run={noted.name}")
     drawn(page, page.get_by_role("heading", level=1, name=open_run(noted).name), timeout=60_000)

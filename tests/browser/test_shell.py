@@ -111,8 +111,8 @@ def test_layers_starts_with_the_picture_of_both_parts_and_ticked_tasks_are_its_m
     settled(page)
     for name in ("Path-averaged Jacobians", "Expert cosine", "Task-vector alignment"):
         expect(page.get_by_role("radiogroup", name="Part of the page").get_by_text(name)).to_be_visible()
-    picture = page.locator(".js-plotly-plot").first
-    assert is_on_first_screen(picture)
+    page.locator(".js-plotly-plot .main-svg").first.wait_for(timeout=60_000)
+    assert is_on_first_screen(page.locator(".js-plotly-plot").first)
     final = "document.querySelector('.js-plotly-plot').data.filter(it => it.mode === 'markers')[0].y[0]"
     last = run.layers(variant="merged", layer="final").set_index("task")["drift_rel"].astype(float)
     assert page.evaluate(final) == pytest.approx(last.mean())

@@ -84,7 +84,7 @@ def test_tags_and_a_note_are_kept_with_the_run_and_found(
     expect(cells.filter(has_text="paper, best")).to_be_attached(timeout=60_000)
     (noted,) = [folder for folder in root.iterdir() if (folder / NOTES).is_file()]
     assert read_notes(noted) == RunNotes(("paper", "best"), "For figure 1.")
-    assert verify_files(noted).ok and not verify_files(noted).unlisted
+    assert verify_files(noted).ok and NOTES not in verify_files(noted).unlisted
     page.get_by_role("textbox", name="Filter").fill("best")
     page.keyboard.press("Enter")
     expect(page.get_by_test_id("stDataFrame").locator("canvas tbody tr")).to_have_count(1, timeout=60_000)

@@ -55,6 +55,8 @@ def test_a_click_on_a_row_of_the_overview_chooses_its_task(page: Any, app_url: s
     table = page.get_by_test_id("stDataFrame").first.locator("canvas").first
     table.wait_for()
     settled(page)
+    table.scroll_into_view_if_needed()
+    settled(page)
     box = table.bounding_box()
     page.mouse.click(box["x"] + 150, box["y"] + 52)  # the first row, below the head
     page.wait_for_url("**task=*")

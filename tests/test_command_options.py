@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from driftlens.cli import GROUPS, app
+from driftlens_reports.paper.exhibit import exhibits
 from tests.command_options import FILE, page
 
 COMMANDS: Any = typer.main.get_command(app)
@@ -32,3 +33,11 @@ def test_all_commands_are_on_the_page_and_in_the_overview() -> None:
     assert re.findall(r"^### (\w+)$", TEXT, re.MULTILINE) == [name for names in GROUPS.values() for name in names]
     assert set(COMMANDS.commands) == {name for names in GROUPS.values() for name in names}
     assert len(COMMANDS.commands) == 18
+
+
+@pytest.mark.parametrize("kind", ["figure", "table"])
+def test_help_lists_the_ids_of_all_exhibits_and_no_environment_variable(kind: str) -> None:
+    options = {option: each for each in COMMANDS.commands["export"].params for option in each.opts}
+    told = options[f"--{kind}"].help.partition(": ")[2].partition(".")[0]
+    assert re.split(r", | or ", told) == [name for name in exhibits if exhibits[name].kind == kind]
+    assert not any(getattr(each, "show_envvar", False) for each in COMMANDS.commands["export"].params)

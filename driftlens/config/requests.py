@@ -443,9 +443,15 @@ class ExportRequest(ExhibitRequest, title="analyze"):
     """The options of writing figures and tables for a paper to files."""
 
     figures: tuple[str, ...] = _option_field(
-        "Figure; repeatable. Default: all figures and tables with measured numbers.", (), name="--figure", metavar="ID"
+        "Figure; repeatable: amplification, contributions, decomposition, drift, efficiency, intro, output-drift, "
+        "scatter-grid or sweeps. Default: all figures and tables with measured numbers.",
+        (),
+        name="--figure",
+        metavar="ID",
     )
-    tables: tuple[str, ...] = _option_field("Table; repeatable.", (), name="--table", metavar="ID")
+    tables: tuple[str, ...] = _option_field(
+        "Table; repeatable: accuracy, runtime or self-checks.", (), name="--table", metavar="ID"
+    )
     card: Flag = _option_field("Image to share (1200 x 630 pixels); no exhibits unless named.", False)
     formats: str = _option_field(
         "File formats; csv, json and txt are always written.", "pdf,svg,png,tex,csv", name="--format"

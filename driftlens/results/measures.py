@@ -630,10 +630,11 @@ def _weighted_correlations(x: Array, y: Array, counts: Array) -> Array:
 # Every outcome with its explanation, the most important first; "wrong" only without a repair.
 OUTCOMES: Mapping[str, str] = MappingProxyType(
     {
-        "still wrong": "Still wrong after the repair.",
-        "wrong": "Wrong after the merge, right by the expert.",
+        "still wrong": "Broken by the merge, and still wrong after the repair.",
+        "wrong": "Broken by the merge: right by the expert and, if measured, the base.",
         "broken": "Wrong after the repair, right before it.",
         "repaired": "Fixed by the repair.",
+        "never gained": "Right by the expert alone: the base is wrong, too, so the merge broke nothing.",
         "right": "All models are right.",
         "expert wrong": "The expert is wrong, so nearness to it is no gain.",
     }
@@ -662,8 +663,12 @@ def sample_outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: 
         rows = pd.DataFrame(columns, dtype=object).dropna().astype(bool).rename_axis("sample_id")
         if len(rows):
             break
+    is_base_wrong = pd.Series(data=False, index=rows.index)
+    if "base" in run.variants and len(rows):
+        is_base_wrong = _correctness_by_sample(run, task, "base", metric, split).reindex(rows.index).eq(False)
     is_right = rows["repaired"] if repaired else rows["merged"]
     broken, mended = ("broken", "repaired") if repaired else ("wrong", "right")
     lost = "still wrong" if repaired else "wrong"
-    after = np.where(rows["merged"], np.where(is_right, "right", broken), np.where(is_right, mended, lost))
+    missed = np.where(is_base_wrong, "never gained", lost)
+    after = np.where(rows["merged"], np.where(is_right, "right", broken), np.where(is_right, mended, missed))
     return rows.assign(outcome=np.where(rows["expert"], after, "expert wrong"))

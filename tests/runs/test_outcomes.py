@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from driftlens.results.measures import OUTCOMES, sample_outcomes
-from driftlens.runs.run import open_run
+from driftlens.runs.run import DriftRun, open_run
 from tests.runs.full_run import write_run
 
 REPAIRED = "calibrated:featcal"
@@ -61,6 +61,15 @@ def test_every_combination_of_answers_has_its_word_from_either_split(tmp_path: P
     }
     assert {*found["outcome"]} <= {*OUTCOMES}
     without = sample_outcomes(run, "cars")["outcome"]
+    assert "never gained" not in {*found["outcome"]}  # the base has no answers yet
+    table = "outputs" if of == "diagnosis" else "scores"
+    rows = run._frames[table]
+    base = rows[rows["variant"] == "merged"].assign(variant="base")
+    told = DriftRun(run.path, run.manifest)
+    told._frames |= run._frames | {table: pd.concat([rows, base], ignore_index=True)}
+    after = sample_outcomes(told, "cars", "merged", REPAIRED)["outcome"]
+    missed = [name for name, case in zip(ids, cases, strict=True) if case == (True, False, False)]
+    assert (after != found["outcome"]).sum() == len(missed) == 1 and after[missed[0]] == "never gained"
     for name, (expert, merged, _) in zip(ids, cases, strict=True):
         assert without[name] == ("expert wrong" if not expert else "right" if merged else "wrong")
 

@@ -408,7 +408,9 @@ def save_variants(
             save_model(models.architecture, models.save_template, source, path, metadata=metadata)
     if solution.attachments:
         with writer.file(corrections_file(plan.name)) as path:
-            save_state_dict(path, attachment_tensors(solution.attachments, len(pool.chain.layers)))
+            attached = attachment_tensors(solution.attachments, len(pool.chain.layers))
+            # Models that compute in float64 would double the size of adapters that were trained by gradients.
+            save_state_dict(path, {key: tensor.float() for key, tensor in attached.items()})
     rows = [
         {"name": plan.name, "layer": layer}
         | {key: value for key, value in vars(report).items() if key in CALIBRATION.names}

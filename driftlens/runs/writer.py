@@ -53,7 +53,7 @@ from driftlens.runs.manifest import (
 )
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer_schema
 from driftlens.runs.tables import appended_table, json_value, table_without_rows, updated_table
-from driftlens.utils.errors import Cancelled, RunError, SpecError
+from driftlens.utils.errors import Cancelled, DataError, RunError, SpecError
 from driftlens.utils.files import (
     PARTIAL,
     LockFile,
@@ -396,6 +396,13 @@ class RunWriter:
         Mappings are merged, sequences extended by what is new, everything else is set.
         """
         self._save(**{name: _merge_entries(getattr(self.manifest, name), value) for name, value in entries.items()})
+
+    def pin_calibration(self, name: str) -> None:
+        """Let headline, exhibits and cards show this calibration; empty lets them show the best one."""
+        if name and name not in self.manifest.calibrations:
+            names = ", ".join(self.manifest.calibrations) or "none"
+            raise DataError(f"the run has no calibration {name!r}; it has {names}")
+        self.update_manifest(pinned=name)
 
     def warn(self, text: str) -> None:
         """Record a warning in the manifest: something that may invalidate the numbers."""

@@ -10,7 +10,9 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.results.compare import compare
+from driftlens.results.verdict import shown_repair
 from driftlens.runs.run import open_run
+from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError, RunError
 from driftlens_app.views.compare import comparison_of_task
 from driftlens_app.views.export import zip_files
@@ -51,6 +53,21 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(open_a
     box = app.selectbox(key="calibration")
     assert box.proto.query_param_key == "calibration" and not box.proto.HasField("default")
     assert box.set_value("second").run().selectbox(key="calibration").value == "second"
+
+
+@pytest.mark.slow
+def test_a_pinned_calibration_has_the_headline_until_it_is_released(open_app: Open, tmp_path: Path) -> None:
+    folder = write_full_run(tmp_path / "two", variants=("base", "merged", "calibrated:first", "calibrated:second"))
+    best = shown_repair(open_run(folder)).removeprefix("calibrated:")
+    other = {"first": "second", "second": "first"}[best]
+    for wanted in (other, best):
+        app = open_app(tmp_path, "repair", calibration=other)
+        (switch,) = [toggle for toggle in app.toggle if toggle.label == "Show in the headline"]
+        assert switch.value == (wanted == best)
+        switch.set_value(wanted == other).run()
+        assert shown_repair(open_run(folder)) == f"calibrated:{wanted}"
+    with pytest.raises(DataError, match="no calibration 'none'"), RunWriter.resume(folder) as writer:
+        writer.pin_calibration("none")
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from driftlens.runs.manifest import (
     require_unlocked,
 )
 from driftlens.runs.run import DriftRun, has_live_modules, unfinished_phases
+from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import RunLockedError, join_names, shorten_list
 from driftlens.utils.variants import calibrated_variant
 from driftlens_app import calibration
@@ -173,7 +174,23 @@ def _show_calibration_results(run: DriftRun, job: JobStatus | None) -> None:
         st.caption(f":material/check_circle: Calibration {escape_markdown(name)} is done.")
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
         st.caption(":material/pending: Drift and accuracy are measured; attribution to layers is still running.")
+    if len(names) > 1:
+        with choice:
+            _show_pin(run, name)
     _show_single_calibration(run, name)
+
+
+def _show_pin(run: DriftRun, name: str) -> None:
+    """Show a switch that makes this calibration the one of headline, exhibits and cards, instead of the best."""
+    is_pinned = run.manifest.pinned == name
+    blocked = Settings.from_environment().read_only or has_live_job(run.path)
+    about = "Headline, exhibits and cards show this calibration. Without a pin they show the best one."
+    key = f"pin-{run.id}-{name}-{is_pinned}"
+    if st.toggle("Show in the headline", is_pinned, key=key, disabled=blocked, help=about) != is_pinned:
+        with show_errors_in_place():
+            with RunWriter.resume(run.path) as writer:
+                writer.pin_calibration("" if is_pinned else name)
+            st.rerun()
 
 
 def _select_newest_calibration(run: DriftRun, names: Sequence[str], job: JobStatus | None) -> None:

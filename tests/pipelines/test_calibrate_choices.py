@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 import driftlens as dl
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.spec import Calibration
+from driftlens.engine.pool import attachment_tensors
+from driftlens.pipelines import calibration_plan
 from driftlens.pipelines.calibrate import calibrate, prepare_calibration
 from driftlens.pipelines.calibration_plan import resolve_calibrator
-from driftlens.runs.manifest import sample_ids_digest
+from driftlens.runs.manifest import corrections_file, sample_ids_digest
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import SpecError
 from tests.pipelines.calibrating import NAME, VARIANT, files_of, request
@@ -63,6 +65,18 @@ def test_a_calibration_without_a_name_is_called_after_its_method(folder: Path) -
         run = calibrate(folder, asked)
     assert [*run.manifest.calibrations][-2:] == ["featcal", "featcal-2"]
     assert [*calibrate(folder, asked.with_changes(replace=True)).manifest.calibrations][-1] == "featcal"
+
+
+def test_adapters_are_saved_in_float32_even_where_they_were_trained_in_float64(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubled(*given: Any) -> dict[str, torch.Tensor]:
+        return {key: value.double() for key, value in attachment_tensors(*given).items()}
+
+    monkeypatch.setattr(calibration_plan, "attachment_tensors", doubled)
+    asked = request(method="prob_surgery", parameters={"steps": 2, "rank": 2}, attribution=False)
+    saved = load_file(calibrate(folder, asked).path / corrections_file(NAME))
+    assert {value.dtype for value in saved.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("asked", [{"layers": [2]}, {"sites": ["*attn*"]}])

@@ -84,7 +84,7 @@ THREADS = {
     ),
     # Adapters that DeepSpeed ZeRO-3 saved without their values.
     "huggingface/peft#1443": Thread(*(CLEAN, CLEAN, "expert of cars", "have shape [0]", "zero_to_fp32"), adapter),
-    # A whole model saved in the same way.
+    # A model saved in the same way; the thread shows an adapter, this is the whole model.
     "OpenRLHF/OpenRLHF#651": Thread(
         merged(lambda key, value: torch.empty(0) if "mlp" in key else value),
         *(CLEAN, "tensors", f"{LAYERS} tensors of shape [0]", "zero_to_fp32"),

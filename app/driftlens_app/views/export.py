@@ -58,7 +58,7 @@ def show() -> None:
     parts = {"Report": _show_report_part, "Figures and tables": _show_exhibits_part}
     parts[select_page_part([*parts], key="export")](run)
     line = f"driftlens.integrations.tracking.to_run({run.path.name!r}, 'PROJECT', library='trackio')"
-    st.caption(f"In Python, `{line}` logs the run to trackio, and `library='wandb'` to Weights & Biases.")
+    st.markdown(f"In Python, `{line}` logs the run to trackio, and `library='wandb'` to Weights & Biases.")
 
 
 def _show_report_part(run: DriftRun) -> None:

@@ -41,8 +41,10 @@ _PICTURE = "drift-parts"
 def show() -> None:
     """Draw the page Layers: the picture of e = m + p, and charts over layers."""
     part = select_page_part([*chart_names_by_heading("layers")], key="layers")
-    if part == _DRIFT:
-        _show_drift_parts()
+    # A container on every part, so that the controls below keep their place when another part is opened.
+    with st.container():
+        if part == _DRIFT:
+            _show_drift_parts()
     view = current_selection(TASK, VARIANTS, *_CONTROLS.get(part, ()))
     run = view.run
     if part in (_SOURCES, _JACOBIANS):

@@ -87,7 +87,8 @@ def _show_verdict(chosen: Selection) -> None:
     show_headline(run)
     (steps, sentences), checks = recommended_steps(run, judged), run_self_checks(run)
     if not show_live_job(run.path):
-        with st.container(horizontal=True, vertical_alignment="center"):
+        # A damaged table must not hide the picture.
+        with show_errors_in_place(), st.container(horizontal=True, vertical_alignment="center"):
             over_base = judged.gap_between(judged.merged, "base")
             is_repaired_first = not run.manifest.calibrations and (over_base is None or over_base.side >= 0)
             # A merge that is no worse than its base is repaired first, which costs less than other merges.

@@ -72,8 +72,12 @@ def show() -> None:
     if more := stamps[_MAX_STAMPS:]:
         with st.expander(f"{len(more)} more", icon=":material/warning:"):
             st.markdown("\n".join(f"- {escape_markdown(stamp)}" for stamp in more))
+    # A damaged table hides no more than what needs it.
     with show_errors_in_place():
-        _show_verdict(chosen)
+        _show_headline_and_steps(chosen.run)
+    show_before_after(chosen.run, chosen.options())
+    with show_errors_in_place():
+        _show_verdict(chosen.run)
     with show_errors_in_place():
         show_merge_ranking(Settings.from_environment(), chosen.run)
     with show_errors_in_place():
@@ -81,14 +85,13 @@ def show() -> None:
     _show_provenance(chosen.run)
 
 
-def _show_verdict(chosen: Selection) -> None:
-    """Show the headline, the button of what helps most, the picture, and the verdict in words and by task."""
-    run, judged = chosen.run, verdict(chosen.run)
+def _show_headline_and_steps(run: DriftRun) -> None:
+    """Show the headline, and the button of what helps most; a live job's progress takes the place of buttons."""
     show_headline(run)
-    (steps, sentences), checks = recommended_steps(run, judged), run_self_checks(run)
+    judged, checks = verdict(run), run_self_checks(run)
+    steps, _ = recommended_steps(run, judged)
     if not show_live_job(run.path):
-        # A damaged table must not hide the picture.
-        with show_errors_in_place(), st.container(horizontal=True, vertical_alignment="center"):
+        with st.container(horizontal=True, vertical_alignment="center"):
             over_base = judged.gap_between(judged.merged, "base")
             is_repaired_first = not run.manifest.calibrations and (over_base is None or over_base.side >= 0)
             # A merge that is no worse than its base is repaired first, which costs less than other merges.
@@ -99,9 +102,14 @@ def _show_verdict(chosen: Selection) -> None:
             _show_flipped_samples_button(run, judged)
             _show_self_checks(checks)
     show_failed_job(poll_job(run.path, "merge"))
-    show_before_after(run, chosen.options())
+
+
+def _show_verdict(run: DriftRun) -> None:
+    """Show the verdict in words and by task."""
+    judged = verdict(run)
+    _, sentences = recommended_steps(run, judged)
     # The tiles and the table have the scores, and a button or badge its sentence.
-    repeated = (*judged.sentences[: bool(judged.means)], f"{_self_checks_label(checks)}.")
+    repeated = (*judged.sentences[: bool(judged.means)], f"{_self_checks_label(run_self_checks(run))}.")
     said = [text for text in sentences if text not in repeated and not text.startswith("Worst: ")]
     with st.container(border=True, key="verdict"):
         st.markdown("\n\n".join(verdict_markdown(run, text, judged.command) for text in said))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pandas as pd
 
 from driftlens.results.formatting import format_number
-from driftlens.results.verdict import verdict
+from driftlens.results.verdict import shown_repair
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import pluralize
+from driftlens.utils.errors import RunError, pluralize
+from driftlens.utils.variants import calibration_name
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import shaded_band
@@ -50,9 +52,14 @@ def compared_variants(run: DriftRun, options: ChartOptions) -> list[str]:
     names = picking.chosen_variants(run, options)
     if options.variants is not None:
         return names
-    judged = verdict(run)
+    merged = next((name for name in names if not calibration_name(name)), "")
+    repairs = [name for name in names if calibration_name(name)]
+    if len(repairs) > 1:
+        # A damaged table of scores must not hide the drift.
+        with contextlib.suppress(RunError):
+            repairs = [shown_repair(run)]
     # Further variants would make the pair too small to compare.
-    return [name for name in (judged.merged, judged.after) if name in names] or names[:2]
+    return [name for name in (merged, *repairs[-1:]) if name in names]
 
 
 @chart(

@@ -89,7 +89,7 @@ def _draw_drift_parts(run: DriftRun, options: ChartOptions) -> Drawn:
     grid = panels.panel_grid(
         [words.variant_label(name) for name in shown],
         x_title=panels.layer_axis_title(run),
-        y_titles=["drift / expert norm"],
+        y_titles=[panels.title_with_unit("drift / expert norm", "layers", "drift_rel")],
         columns=2,
         height=260,
         legend=[*_PARTS.values(), "drift e = m + p"],

@@ -585,11 +585,11 @@ def _headline_text_and_tone(run: DriftRun, judged: Verdict, closed: Interval) ->
 
 
 def _bad_experts_text(run: DriftRun, judged: Verdict) -> str:
-    """Return the headline of a run whose experts are below the base or near chance: no other number holds then."""
+    """Return the headline of a run whose experts are below the base or not above chance: no other number holds then."""
     bad, about = judged.bad_experts, judged.measure
     is_one, below = len(bad) == 1, [task for task in bad if _is_below_base(run, about, task)]
     kinds = ["worse than its base" if is_one else "worse than the base"] * bool(below)
-    kinds += ["near chance"] * (len(below) < len(bad))
+    kinds += ["not clearly above chance"] * (len(below) < len(bad))
     experts = f"expert of {bad[0]} is" if is_one else f"experts of {shorten_list(bad, 2)} are"
     return f"Check prompt and labels first: the {experts} {' or '.join(kinds)}"
 

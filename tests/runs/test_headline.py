@@ -147,7 +147,9 @@ def test_an_expert_near_chance_is_the_headline(manifest: Manifest, right: int, i
     scores = {"base": 150, "merged": 150, "expert": right}
     known = dataclasses.replace(manifest, classes={"t0": ("a", "b", "c")})
     run = run_of(known, {("t0", model): k for model, k in scores.items()}, 500, {})
-    assert (headline(run).text == "Check prompt and labels first: the expert of t0 is near chance") == is_near
+    assert (
+        headline(run).text == "Check prompt and labels first: the expert of t0 is not clearly above chance"
+    ) == is_near
     said = "Experts not clearly above chance: t0 (34.0 %, chance 33.3 %)." in verdict(run).sentences
     assert said == is_near and (verdict(run).command.split()[1] == "validate") == is_near
 

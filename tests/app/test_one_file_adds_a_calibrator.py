@@ -174,7 +174,7 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(worker: None
     press(app, "Find the best repair")
     parts = called(root / "full")
     assert {"--preset=llama-3b", "--auto", "--name=best"} <= {*parts}
-    assert "featcal with rho 3.0, alpha 0.5, residual" in said(app)
+    assert "a merge by Simple Averaging, featcal (llama-3b), residual with" in said(app)
     assert not [part for part in parts if part.startswith(("--set", "--method"))]
 
 

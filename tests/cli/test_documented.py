@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
+import driftlens as dl
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Cli
+from tests.zoo.decoders import CONFIGS
+from tests.zoo.suite import spec_of
 from tests.zoo.world import CLASSES, TASKS, World, write_images, write_spec
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = ("runs/ta", "runs/ta8", "runs/llama", "RUN", "driftlens-demo")
+RUNS = ("runs/ta", "runs/ta8", "RUN", "driftlens-demo")
 """What pages call a run that the reader has."""
+LLAMA = "runs/llama"
+"""What they call a run of language models."""
 NOT_HERE = {
     r"demo": "tests/cli/test_demo.py runs it",
     r"ui ": "a server, which tests/browser starts",
@@ -53,6 +58,10 @@ def test_what_a_page_tells_to_type_runs(
     monkeypatch.chdir(tmp_path)
     for run in RUNS:
         shutil.copytree(light.path, tmp_path / run)
+    if LLAMA in page.read_text("utf-8"):
+        (tmp_path / "llama").mkdir()
+        texts = spec_of(CONFIGS["Llama"], tmp_path / "llama") | {"metrics": {"jacobian": False}}
+        dl.analyze(texts, out=tmp_path / LLAMA, progress="none")
     for demo in [words for words in commands(page) if page.stem.startswith("howto-") and words[0] == "demo"]:
         # A demo takes half a minute, so a small run with a repair of the same name stands in.
         made = demo[demo.index("--out") + 1]

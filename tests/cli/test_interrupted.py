@@ -118,7 +118,7 @@ def test_a_terminal_that_is_closed_cancels(spec: Path, tmp_path: Path) -> None:
     if pid == 0:
         os.execv(COMMAND[0], [*COMMAND, "analyze", str(spec), "--out", str(out), "--progress", "rich"])
     seen = b""
-    while b"analyze" not in seen:
+    while b"measuring drift" not in seen:
         seen += os.read(terminal, 1024)
     os.close(terminal)
     _, status = os.waitpid(pid, 0)

@@ -219,8 +219,9 @@ def kl_divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head
 
 def expected_disagreements(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
     """Return the probabilities [n], by the model, of all classes but the expert's most probable one."""
-    decisions = expert_head.scores(expert).argmax(dim=1, keepdim=True)
-    return 1 - _log_probabilities(head, features).gather(1, decisions)[:, 0].exp()
+    log_probabilities = _log_probabilities(head, features)  # on the host where the device has no float64
+    decisions = expert_head.scores(expert).argmax(dim=1, keepdim=True).to(log_probabilities.device)
+    return 1 - log_probabilities.gather(1, decisions)[:, 0].exp()
 
 
 def _log_probabilities(head: ScoreMap, features: Tensor) -> Tensor:

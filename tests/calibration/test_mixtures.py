@@ -199,8 +199,8 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
 
     monkeypatch.setattr(GramSum, "__init__", counted)
     (whole, many), (parted, few) = walked(1 << 31), walked(1)
-    # Of ten groups of sites eight are experts', which have two matrices each; one more holds the task being summed.
-    assert (few - 1) * 10 == (many - 1) * 3
+    # Of ten groups of sites eight are experts', which have two matrices each: one for the total, one for a task's sums.
+    assert few * 10 == many * 3
     for layer, other in zip(whole, parted, strict=True):
         assert layer.updates.keys() == other.updates.keys() and layer.drift_l2_mean == other.drift_l2_mean
         assert all(torch.equal(value, other.updates[name]) for name, value in layer.updates.items())

@@ -37,7 +37,7 @@ def test_a_tiny_suite_is_built_twice_the_same_and_a_run_has_its_accuracies(suite
     assert measured == again
     files, others = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*") if p.is_file()} for f in folders)
     assert files == others
-    write_spec(folders[0], SUITES[suite].spec())
+    write_spec(folders[0], suite)
     run = analyze(folders[0] / "run.yaml", AnalysisRequest(out=tmp_path / "run", attribution=False))
     rows = run.accuracy()
     for variant in ("base", "expert"):

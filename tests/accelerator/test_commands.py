@@ -25,14 +25,14 @@ from driftlens.utils.errors import RunError
 from tests.accelerator import LACKED, NAME, turn
 from tests.accelerator.subjects import same, tables
 from tests.quick import few
-from tests.zoo.world import CLASSES, build, write_images
+from tests.zoo.world import CLASSES, build, merged_weights, save_transformers, write_images
 
 pytestmark = pytest.mark.slow
 
 
 def named_models(spec: Path) -> list[Path]:
-    """A base, an expert, and another for a merge of it."""
-    return [spec.parent / f"models/hf/{name}" for name in ("base", *CLASSES)]
+    """A base, an expert, and its merge with another."""
+    return [*(spec.parent / f"models/hf/{name}" for name in ("base", "flowers")), spec.parent / "merged"]
 
 
 MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
@@ -78,6 +78,7 @@ def done(command: str, *given: object, device: str) -> None:
 def spec(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     made = build(folder / "models")
+    save_transformers(merged_weights(made), folder / "merged")
     for seed, task in enumerate(made.tasks):
         write_images(made.data(task), CLASSES[task], seed, train=9)  # what is chosen takes eight samples
     values = made.spec()

@@ -49,4 +49,11 @@ def test_one_button_makes_the_demo_run(page: Any, browser: Any, tmp_path: Path) 
         run = open_run(root / "driftlens-demo")
         made = ("baseline:featcal-anchor", "calibrated:featcal", "calibrated:residual")
         assert run.variants == ("base", "merged", *made)
-        expect(page.get_by_text(verdict(run).sentences[0])).to_be_visible(timeout=60_000)
+        # The first sentence: models and scores as tiles, what they are above the table.
+        about, _, scores = verdict(run).sentences[0].rstrip(".").partition(": ")
+        expect(page.get_by_text(f"{about}.")).to_be_visible(timeout=60_000)
+        tiles = page.locator(".headline .tile")
+        expect(tiles).to_have_count(4)
+        for score in scores.split(", "):
+            name, _, number = score.partition(" ")
+            expect(tiles.filter(has=page.get_by_text(name, exact=True))).to_contain_text(number)

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import pathlib
+import re
 import shlex
 import threading
 import warnings
@@ -160,12 +161,12 @@ _MODELS = frozenset(("base", "merged", "expert", "experts"))
 def readable_names(names: Sequence[str]) -> dict[str, str]:
     """Return names of tasks and calibrations as papers write them: "mnist" as MNIST, "house_numbers" as House numbers.
 
-    Names that are already written with capitals stay, and so do names that would become the same.
+    Names with capitals or signs stay, and so do names that would become the same.
     """
     shown = {
         name: _KNOWN_NAMES.get(name, name.replace("_", " ").capitalize() if name.islower() else name)
         for name in names
-        if name not in _MODELS and ":" not in name
+        if name not in _MODELS and re.fullmatch(r"[\w -]+", name)
     }
     written = [*shown.values()]
     return {name: title for name, title in shown.items() if written.count(title) == 1}

@@ -216,7 +216,8 @@ def test_the_first_figure_shows_the_task_with_the_median_gain(tmp_path: Path) ->
     options = ExhibitOptions()
     assert gains[options.median_task_of(run)] == median.iloc[0]
     assert ExhibitOptions(task=run.tasks[0]).median_task_of(run) == run.tasks[0]
-    assert f"(a) final features, {options.median_task_of(run)}" in words(draw_exhibit("intro", [run], options).figure)
+    shown = readable_names(run.tasks)[options.median_task_of(run)]
+    assert f"(a) final features, {shown}" in words(draw_exhibit("intro", [run], options).figure)
 
 
 @pytest.mark.parametrize("style", ["neurips", "icml-column"])
@@ -238,6 +239,7 @@ def test_names_are_written_as_papers_write_them() -> None:
         **{"featcal": "FeatCal", "prob_surgery": "ProbSurgery"},
     }
     assert readable_names(["a_b", "a b"]) == {}, "two tasks keep two names"
+    assert readable_names(["$x_1$", "a_b^{c}", "<b>"]) == {}, "names with signs stay letter by letter"
 
 
 def test_there_are_twelve_exhibits_and_their_bars_are_solid(run: DriftRun) -> None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
-from driftlens_reports.paper.exhibit import ExhibitResult
+from driftlens_reports.paper.exhibit import ExhibitResult, readable_names
 from driftlens_reports.paper.figures import MOST
 from tests.reports.paper.drawn import draw, line_points, lines, segments, words
 from tests.reports.paper.saved_runs import POINTS, figure_run
@@ -59,8 +59,9 @@ def typical_task(run: DriftRun) -> str:
 @pytest.mark.slow
 def test_intro_shows_the_task_of_the_median_gain_unless_told(run: DriftRun) -> None:
     other = next(task for task in run.tasks if task != typical_task(run))
-    assert panel(draw("intro", run), "(b)").get_title(loc="left") == f"(b) drift, {typical_task(run)}"
-    assert panel(draw("intro", run, task=other), "(b)").get_title(loc="left") == f"(b) drift, {other}"
+    names = readable_names(run.tasks)
+    assert panel(draw("intro", run), "(b)").get_title(loc="left") == f"(b) drift, {names[typical_task(run)]}"
+    assert panel(draw("intro", run, task=other), "(b)").get_title(loc="left") == f"(b) drift, {names[other]}"
 
 
 def test_intro_box_tells_the_change_at_the_final_layer(run: DriftRun) -> None:

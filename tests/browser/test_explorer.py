@@ -342,21 +342,33 @@ def test_the_map_fills_the_window_and_the_cards_are_in_a_drawer(opened: Open, pa
     expect(page.locator("#drawer")).to_be_visible()
 
 
+def zoom(page: Any) -> float:
+    return float(page.evaluate("explorer.panels()[0].zoom"))
+
+
+def zoomed_to(page: Any, expected: float) -> None:
+    """Wait until the first map has this zoom and has drawn it: a frame moves the points that `places` tells."""
+    eventually(page, f"Math.abs(explorer.panels()[0].zoom / {expected} - 1) < 1e-6")
+    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+
 def test_the_wheel_zooms_where_it_turns_and_a_double_click_keeps_the_selection(opened: Open) -> None:
     page = opened("task=0").page
     inside = box_left_half(page)
     x, y, _ = on_map(page)
     page.mouse.move(x + 120, y + 60)
-    before = places(page)
+    before, whole = places(page), zoom(page)
     page.mouse.wheel(0, -240)
-    eventually(page, "explorer.panels()[0].zoom > 0")
-    after = places(page)
     by = np.exp(240 / 400)
+    zoomed_to(page, by * whole)
+    after = places(page)
     for name, (left, top) in before.items():
         assert after[name] == pytest.approx((x + 120 + by * (left - x - 120), y + 60 + by * (top - y - 60)), abs=1)
     page.mouse.dblclick(x, y)
+    zoomed_to(page, 2 * by * whole)
     assert sorted(selected(page)) == sorted(inside)
     page.locator("#whole").click()
+    zoomed_to(page, whole)
     assert places(page) == {name: pytest.approx(place, abs=1) for name, place in before.items()}
 
 

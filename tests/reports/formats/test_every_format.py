@@ -419,8 +419,8 @@ def test_embedded_charts_are_the_charts_and_never_end_their_element(
 
 def test_every_picture_is_a_paper_figure_that_says_what_it_shows(light: str, full: DriftRun) -> None:
     pictures = [attributes for tag, attributes in Page(light).tags if tag == "img"]
-    captions = {draw_exhibit(name, [full], ExhibitOptions()).caption for name in ("intro", "drift")}
-    assert captions <= {picture["alt"] for picture in pictures}
+    said = {draw_exhibit(name, [full], ExhibitOptions()).text for name in ("intro", "drift")}
+    assert said <= {picture["alt"] for picture in pictures}
     assert all(str(picture["src"]).startswith("data:image/png;base64,") for picture in pictures)
 
 

@@ -148,13 +148,16 @@ def sort_by_rank(entries: Iterable[Chart]) -> list[Chart]:
 
 
 def chart_names_by_heading(page: str) -> dict[str, list[str]]:
-    """Return the names of the charts on a dashboard page, keyed by heading."""
-    parts: dict[str, list[str]] = {}
+    """Return the names of the charts on a dashboard page by rank, keyed by heading."""
+    parts: dict[str, list[Chart]] = {}
     for section, place in SECTIONS.items():
         if place.page == page:
             entries = sort_by_rank(entry for entry in charts.values() if entry.section == section)
-            parts.setdefault(place.part, []).extend(entry.name for entry in entries)
-    return parts
+            parts.setdefault(place.part, []).extend(entries)
+    # A part may have the charts of two sections; of equal ranks, those of the first section come first.
+    return {
+        part: [entry.name for entry in sorted(found, key=lambda entry: entry.rank)] for part, found in parts.items()
+    }
 
 
 class RunCharts:

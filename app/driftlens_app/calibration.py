@@ -24,8 +24,8 @@ _OWN = "the run's spec, or the defaults"
 # Python types of the numeric kinds of JSON Schema.
 _NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
 _ON_BEST = (
-    "Compares repairs and merges on held-out calibration samples, without labels. Keeps the simplest unless another is "
-    "clearly better; if that is the base, do not use the merge. Settings lists the candidates."
+    "Compares repairs, base and merges on held-out calibration samples, without labels, and keeps the one that is "
+    "nearest to the experts. If that is the base, do not use the merge. Settings lists the candidates."
 )
 START = "Calibrate with these settings"
 # Label of the field `replace`; an error message refers to it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -17,14 +18,15 @@ from tests.zoo.sentences import sentences
 
 STUDIES = ("gemma", "minilm", "mpnet", "smollm")
 COLORS = ("red", "green", "blue")
+STARTS, ENDS = ("is", "yes", "no", "question"), ("?", "answer")
 
 
 def write_toy_texts(folder: Path, tasks: tuple[str, ...]) -> Path:
     for number, task in enumerate(tasks):
         (folder / task).mkdir(parents=True)
         rows = [
-            {"text": f"is it {color} {'yes no question'.split()[at % 3]}", "target": COLORS[(at + number) % 3]}
-            for at, color in enumerate(COLORS * 8)
+            {"text": f"{start} it {color} {end}", "target": COLORS[(at + number) % 3]}
+            for at, (start, color, end) in enumerate(itertools.product(STARTS, COLORS, ENDS))
         ]
         for name in ("train", "calibration", "passages", "test"):
             (folder / task / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -32,6 +34,7 @@ def write_toy_texts(folder: Path, tasks: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -56,7 +59,7 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     assert {*cells} == {"average-0", "average-1", "task_arithmetic-0", "tsv_m-0"}
     assert all({*cell["models"]} == {*MODELS} for cell in cells.values())
     assert {path.name for path in kept.glob("*.png")} == {
-        f"{picture}.png" for picture in ("decomposition", "contributions", "scatter-grid", "accuracy")
+        f"{picture}.png" for picture in ("decomposition", "contributions", "scatter-grid", "intro")
     }
     # A killed study goes on: what one cell lacks is measured again, and equals what it was.
     (kept / "cells" / "tsv_m-0.json").unlink()

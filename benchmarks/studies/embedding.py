@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.studies.packages import read_rows, write_texts
 from benchmarks.studies.study import Study
-from benchmarks.studies.training import MAX_TOKENS, train_embedding
+from benchmarks.studies.training import train_embedding
 
 
 def task_data(folder: pathlib.Path) -> dict[str, Any]:
@@ -21,8 +21,6 @@ def task_data(folder: pathlib.Path) -> dict[str, Any]:
         "test": str(folder / "test.jsonl"),
         "positive": "target",
         "corpus": {"file": str(folder / "passages.jsonl"), "key": "target"},
-        "max_length": MAX_TOKENS,
-        "too_long": "cut",
     }
 
 
@@ -34,7 +32,6 @@ def nearest_is_right(model: pathlib.Path, folder: pathlib.Path, n: int) -> list[
         raise SystemExit("the package sentence-transformers is not installed; it scores the saved models") from None
 
     encoder = SentenceTransformer(str(model), device="cpu")
-    encoder.max_seq_length = MAX_TOKENS
     queries, passages = read_rows(folder / "test.jsonl")[:n], read_rows(folder / "passages.jsonl")
     found, kept = (
         encoder.encode([row["text"] for row in rows], normalize_embeddings=True) for rows in (queries, passages)

@@ -36,7 +36,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "auto": {"auto": True},
 }
 MODELS = ("base", "expert", "merged", *(f"calibrated:{name}" for name in REPAIRS))
-PICTURES = ("decomposition", "contributions", "scatter-grid", "accuracy")
+PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
 

@@ -13,24 +13,23 @@ import itertools
 import json
 import pathlib
 import resource
-import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 import driftlens as dl
 from benchmarks.figures import record
+from benchmarks.studies.packages import Rows, read_rows
+from benchmarks.studies.training import train_embedding
 from driftlens.results.formatting import format_estimate
 from driftlens.utils.intervals import Interval
 
 TASKS = ("subj", "trec")
-STEPS, BATCH, RATE, HEAT = 120, 32, 5e-5, 0.1
+STEPS, BATCH = 120, 32
 PACKAGE = "all_minilm_l6_v2"
 
 
@@ -48,9 +47,9 @@ def main() -> None:
         folder = pathlib.Path(scratch)
         base = arguments.model or _packaged(folder)
         for seed, task in enumerate(TASKS):
-            _train(base, folder / task, _rows(arguments.texts / task / "train.jsonl"), arguments.steps, seed)
-            rows = _rows(arguments.texts / task / "train.jsonl")[: arguments.passages]
-            (folder / f"{task}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+            rows = _rows(arguments.texts / task / "train.jsonl")
+            train_embedding(base, folder / task, rows, arguments.steps, seed, _any_texts)
+            (folder / f"{task}.jsonl").write_text("\n".join(json.dumps(row) for row in rows[: arguments.passages]))
         _measure(folder, base, arguments)
 
 
@@ -63,36 +62,14 @@ def _packaged(folder: pathlib.Path) -> pathlib.Path:
     return folder / "base"
 
 
-def _rows(file: pathlib.Path) -> list[dict[str, str]]:
-    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [{"text": row["text"], "target": str(row["target"])} for row in rows]
+def _rows(file: pathlib.Path) -> Rows:
+    return [{"text": row["text"], "target": str(row["target"])} for row in read_rows(file)]
 
 
-def _train(base: pathlib.Path, out: pathlib.Path, rows: list[dict[str, str]], steps: int, seed: int) -> None:
-    """A supervised contrastive loss (arXiv:2004.11362, Eq. 2): texts of one class are to be alike."""
-    from transformers import AutoModel, AutoTokenizer
-
-    torch.manual_seed(seed)
-    model, tokenizer = AutoModel.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=RATE), np.random.default_rng(seed)
-    model.train()
-    for _ in range(steps):
-        chosen = [rows[at] for at in draw.choice(len(rows), BATCH, replace=False)]
-        inputs = tokenizer(
-            [row["text"] for row in chosen], padding=True, truncation=True, max_length=48, return_tensors="pt"
-        )
-        tokens, mask = model(**inputs).last_hidden_state, inputs["attention_mask"][..., None]
-        embedding = F.normalize((tokens * mask).sum(1) / mask.sum(1), dim=1)
-        alike = (embedding @ embedding.T / HEAT).fill_diagonal_(-torch.inf)
-        names = np.array([row["target"] for row in chosen])
-        same = torch.tensor(names[:, None] == names) & ~torch.eye(BATCH, dtype=torch.bool)
-        shares = alike.log_softmax(dim=1).masked_fill(~same, 0).sum(1) / same.sum(1).clamp_min(1)
-        loss = -shares[same.any(1)].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    shutil.copytree(base, out)
-    model.eval().save_pretrained(out)
+def _any_texts(rows: Rows, draw: np.random.Generator) -> Iterator[Rows]:
+    """Yield batches of texts drawn at random, of whatever class."""
+    while True:
+        yield [rows[at] for at in draw.choice(len(rows), BATCH, replace=False)]
 
 
 def _measure(folder: pathlib.Path, base: pathlib.Path, arguments: argparse.Namespace) -> None:

@@ -21,8 +21,10 @@ import numpy as np
 import driftlens as dl
 from benchmarks.repairs import Found, _change, _measured
 from benchmarks.studies.packages import TASKS, Rows, read_rows
+from driftlens.pipelines.model_selection import mean_over_samples
+from driftlens.results.formatting import format_estimate
 from driftlens.results.verdict import verdict
-from driftlens.utils.intervals import mean_interval, mean_over_tasks
+from driftlens.utils.intervals import mean_over_tasks
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
 MERGES: dict[str, dict[str, Any]] = {
@@ -200,37 +202,22 @@ def score_table(study: Study, measured: Mapping[tuple[str, int], Mapping[str, An
         average = draws_of["average"][: len(draws)]
         for model in MODELS:
             scores = [
-                mean_over_tasks([of_values(np.mean([draw[model][task]["score"] for draw in draws], axis=0))])
+                mean_over_samples(np.mean([draw[model][task]["score"] for draw in draws], axis=0))
                 for task in study.tasks
             ]
-            cells = [merge, model, percent(mean_over_tasks(scores))]
+            cells = [merge, model, format_estimate(mean_over_tasks(scores), "share")]
             cells += [_gain(draws, "base", model), _gain(draws, "merged", model)]
             beside = [
                 {"average": mean["merged"], "model": draw[model]} for mean, draw in zip(average, draws, strict=True)
             ]
-            cells.append(points(_change(beside, "average", "model", "score")))
+            cells.append(format_estimate(_change(beside, "average", "model", "score"), "points"))
             drift = np.mean([draw[model][task]["drift"] for draw in draws for task in study.tasks])
             lines.append(f"| {' | '.join([*cells, f'{drift:.3f}'])} |")
     return "\n".join(lines)
 
 
 def _gain(draws: Sequence[Found], start: str, model: str) -> str:
-    return "-" if start == model else points(_change(draws, start, model, "score"))
-
-
-def of_values(values: Any) -> Any:
-    """Return the mean of one value per text with its 95 % interval."""
-    return mean_interval(float(np.mean(values)), float(np.std(values, ddof=1)), len(values))
-
-
-def percent(interval: Any) -> str:
-    """Return an interval in per cent."""
-    return f"{100 * interval.value:.1f} % ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
-
-
-def points(interval: Any) -> str:
-    """Return a change in percentage points."""
-    return f"{100 * interval.value:+.1f} ({100 * interval.low:+.1f} to {100 * interval.high:+.1f})"
+    return "-" if start == model else format_estimate(_change(draws, start, model, "score"), "points")
 
 
 def task_table(study: Study, measured: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,15 +20,40 @@ PAIRS, HEAT, FULL_RATE = 16, 0.1, 5e-5
 TEXTS_PER_STEP, LORA_RATE, RANK = 8, 1e-3, 16
 
 
-def train_embedding(base: pathlib.Path, out: pathlib.Path, rows: Rows, steps: int, seed: int) -> None:
+Batches = Callable[[Rows, np.random.Generator], Iterator[Rows]]
+
+
+def pairs_of_classes(rows: Rows, draw: np.random.Generator) -> Iterator[Rows]:
+    """Yield batches of 16 pairs, each of one class, so that every text has another of its class."""
+    by_class: dict[str, list[str]] = {}
+    for row in rows:
+        by_class.setdefault(row["target"], []).append(row["text"])
+    classes = [name for name, texts in by_class.items() if len(texts) > 1]
+    while True:
+        yield [
+            {"text": str(text), "target": str(name)}
+            for name in draw.choice(classes, PAIRS)
+            for text in draw.choice(by_class[name], 2, replace=False)
+        ]
+
+
+def train_embedding(
+    base: pathlib.Path,
+    out: pathlib.Path,
+    rows: Rows,
+    steps: int,
+    seed: int,
+    batches: Batches = pairs_of_classes,
+) -> None:
     """Fine-tune all weights by a supervised contrastive loss (arXiv:2004.11362, Eq. 2): one class, one place.
 
     Args:
         base: a folder of sentence-transformers that pools by the mean.
         out: the expert's folder.
         rows: texts and classes.
-        steps: optimizer steps of 16 pairs, each of one class.
+        steps: optimizer steps of one batch.
         seed: of the draws.
+        batches: yields batches of rows.
     """
     from transformers import AutoModel, AutoTokenizer
 
@@ -34,21 +61,17 @@ def train_embedding(base: pathlib.Path, out: pathlib.Path, rows: Rows, steps: in
     model: Any = AutoModel.from_pretrained(base, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(base)
     optimizer, draw = torch.optim.AdamW(model.parameters(), lr=FULL_RATE), np.random.default_rng(seed)
-    by_class: dict[str, list[str]] = {}
-    for row in rows:
-        by_class.setdefault(row["target"], []).append(row["text"])
-    classes = [name for name, texts in by_class.items() if len(texts) > 1]
     model.train()
-    for _ in range(steps):
-        names = draw.choice(classes, PAIRS)
-        texts = [str(text) for name in names for text in draw.choice(by_class[name], 2, replace=False)]
+    for chosen in itertools.islice(batches(rows, draw), steps):
+        texts = [row["text"] for row in chosen]
         inputs = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
         tokens, mask = model(**inputs).last_hidden_state, inputs["attention_mask"][..., None]
         embedding = F.normalize((tokens * mask).sum(1) / mask.sum(1), dim=1)
         logits = (embedding @ embedding.T / HEAT).fill_diagonal_(-torch.inf)
-        labels = np.repeat(names, 2)
+        labels = np.array([row["target"] for row in chosen])
         is_same = torch.tensor(labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
-        loss = -(logits.log_softmax(dim=1).masked_fill(~is_same, 0).sum(1) / is_same.sum(1)).mean()
+        shares = logits.log_softmax(dim=1).masked_fill(~is_same, 0).sum(1) / is_same.sum(1).clamp_min(1)
+        loss = -shares[is_same.any(1)].mean()  # a text without another of its class says nothing
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Arithmetic floor of a calibration: the necessary multiplications and the measured rate of products."""
+"""Arithmetic floors of calibrations: the necessary multiplications and the measured rate of products."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from benchmarks.reference_calibration import Clock
 WIDTH, INNER, TOKENS = 768, 3072, 50
 GROUPS = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
 """(outputs, inputs) of the sites that share an input: queries, keys and values; out; fc1; fc2."""
+FOLDS, SKETCH = 4, 256
+"""Of residual calibration: parts of the samples, and the inputs to which the sums of a fold are projected."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,25 @@ def floor_seconds(tasks: int, samples: int, blocks: int, rates: Rates, *, object
     sums += blocks * sum(o * k**2 / 2 for o, k in GROUPS) * objectives
     solves = blocks * sum(k**3 / 6 + o * k**2 for o, k in GROUPS)
     return (forwards + stem + sums) / (rates.float32 * 1e9) + solves / (rates.float64 * 1e9)
+
+
+def residual_floor_seconds(tasks: int, samples: int, blocks: int, rates: Rates) -> float:
+    """Return seconds of the counted products alone, of residual calibration with its defaults.
+
+    Per block and row: five passes of the expert (one to store features, one again for gradients, one for the targets of
+    the solve, and two backward passes, which need gradients of inputs only); one forward pass of the calibrated model,
+    continued step by step; the products of the expert's and the merged weights with each input; half a Gram product
+    per distinct input; and the cross moments of two targets. Per block, in float64: the sketch with two power
+    iterations, the projection of the sums of every fold, and two Cholesky factors and solves per Gram matrix, for the
+    local and the upstream part. The stem runs twice per image.
+    """
+    rows = tasks * samples * TOKENS
+    forward = 12 * WIDTH**2 + 2 * TOKENS * WIDTH
+    per_row = 6 * forward + sum(2 * o * k + k**2 / 2 + 2 * o * k for o, k in GROUPS)
+    stem = 2 * tasks * samples * (TOKENS - 1) * 3 * 32**2 * WIDTH
+    choices = sum(2 * k**2 * SKETCH + FOLDS * SKETCH * (k**2 + 2 * o * k) for o, k in GROUPS)
+    solves = sum(2 * (k**3 / 6 + o * k**2) for o, k in GROUPS)
+    return (blocks * rows * per_row + stem) / (rates.float32 * 1e9) + blocks * (choices + solves) / (rates.float64 * 1e9)
 
 
 def _cross(rows: int, o: int, k: int, objectives: bool) -> float:

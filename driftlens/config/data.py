@@ -414,7 +414,7 @@ class Data(SpecSection):
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, TaskData] = Field(init=False)
 
-    defaults: DataDefaults = DataDefaults()
+    defaults: DataDefaults = Field(default_factory=DataDefaults)
 
     @property
     def tasks(self) -> dict[str, TaskData]:

@@ -43,7 +43,8 @@ def field_error(message: str, hint: str = "") -> PydanticCustomError:
 class SpecSection(BaseModel):
     """Base class of the spec's sections: immutable; unknown keys raise an error that lists the allowed ones."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Validators are built at their first use: most commands use few sections, and `--help` none.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

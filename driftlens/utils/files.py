@@ -20,8 +20,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, Self
 
-import psutil
-
 from driftlens.utils.errors import RunError, SpecError
 
 PathLike = str | os.PathLike[str]
@@ -200,6 +198,8 @@ def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
 
 def remove_stale_scratch(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
     """Remove scratch folders of ended processes of this machine; with `others`, also those of unknown origin."""
+    import psutil  # rarely needed, and slow to import
+
     for folder in scratch:
         machine, _, rest = folder.name.removeprefix(".partial-").partition("-")
         number = rest.partition("-")[0]

@@ -18,7 +18,6 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, distributions
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import annotated_types
@@ -35,6 +34,8 @@ from pydantic import (
 from driftlens.utils.errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -49,6 +50,8 @@ def installed_plugins(group: str = "") -> list[EntryPoint]:
 
 @functools.cache
 def _find_entry_points(folders: tuple[str, ...]) -> list[EntryPoint]:
+    from importlib.metadata import distributions  # slow to import
+
     entries = (entry for distribution in distributions(path=list(folders)) for entry in distribution.entry_points)
     # A set, because a package may be installed twice.
     ours = {entry for entry in entries if entry.group.startswith("driftlens.")}

@@ -29,6 +29,7 @@ def run(
     suites: Sequence[str] = tuple(PRESETS),
     draws: Sequence[int] = range(DRAWS),
     folder: str = "automatic",
+    choice_only: bool = False,
 ) -> None:
     """Print a table per suite of the draws that the folder has, after adding the missing ones; record the scores."""
     place = pathlib.Path(folder)
@@ -37,10 +38,13 @@ def run(
         for draw in draws:
             file = place / f"{suite}-{draw}.json"
             if not file.exists():
-                file.write_text(json.dumps(drawn(suite, draw, device)))
+                file.write_text(json.dumps(drawn(suite, draw, device, choice_only)))
         found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{suite}-*.json"))]
         print(table(suite, found))
-        for name in ("merged", AUTO, "expert"):
+        merges = [name for name in found[0]["models"] if name.startswith("merge ")]
+        for name in ("base", "merged", *merges, AUTO, "expert"):
+            if any(name not in draw["models"] for draw in found):
+                continue
             means = [
                 100 * float(np.mean([np.mean(of["score"]) for of in draw["models"][name].values()])) for draw in found
             ]
@@ -53,8 +57,11 @@ def run(
             record("automatic", figure, cost, "at most 2 times", device=device)
 
 
-def drawn(suite: str, seed: int, device: str) -> Draw:
-    """The choice's record for one draw of samples; test scores and seconds of what it chose and of all candidates."""
+def drawn(suite: str, seed: int, device: str, choice_only: bool = False) -> Draw:
+    """The choice's record for one draw of samples; test scores and seconds of what it chose and of all candidates.
+
+    With `choice_only`, of candidates only other merges are measured, which cost little.
+    """
     import driftlens as dl
     from driftlens.config.requests import CalibrationRequest
     from driftlens.pipelines import model_selection
@@ -91,6 +98,8 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
         seconds[AUTO] = [clock.seconds for clock in clocks.values()]
         for number, entry in enumerate(selection["compared"]):
             if "share" not in entry:  # the models as they are, and what could not be made
+                continue
+            if choice_only and not entry["name"].startswith("merge "):
                 continue
             clock = _Clock("calibrate")
             request = CalibrationRequest(name=f"c{number}", auto=True, attribution=False)
@@ -178,4 +187,5 @@ if __name__ == "__main__":
     parser.add_argument("--suites", nargs="*", default=tuple(PRESETS))
     parser.add_argument("--draws", nargs="*", type=int, default=range(DRAWS))
     parser.add_argument("--folder", default="automatic", help="where what was measured is kept")
+    parser.add_argument("--choice-only", action="store_true", help="measure no candidates but merges")
     run("cpu", **vars(parser.parse_args()))

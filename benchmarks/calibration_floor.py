@@ -77,7 +77,8 @@ def residual_floor_seconds(tasks: int, samples: int, blocks: int, rates: Rates) 
     stem = 2 * tasks * samples * (TOKENS - 1) * 3 * 32**2 * WIDTH
     choices = sum(2 * k**2 * SKETCH + FOLDS * SKETCH * (k**2 + 2 * o * k) for o, k in GROUPS)
     solves = sum(2 * (k**3 / 6 + o * k**2) for o, k in GROUPS)
-    return (blocks * rows * per_row + stem) / (rates.float32 * 1e9) + blocks * (choices + solves) / (rates.float64 * 1e9)
+    in_float64 = blocks * (choices + solves)
+    return (blocks * rows * per_row + stem) / (rates.float32 * 1e9) + in_float64 / (rates.float64 * 1e9)
 
 
 def _cross(rows: int, o: int, k: int, objectives: bool) -> float:

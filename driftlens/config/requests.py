@@ -517,8 +517,8 @@ class FitRequest(LiveInputs, title="fit"):
     Attributes:
         layers: which layers, by pattern or index; all blocks if left out.
         sites: patterns on module paths; linear and norm modules inside blocks if left out.
-        closure_samples: how many samples of each task are held against the library's own forward passes before
-            anything is solved; None takes a whole batch. The merged model reads those of the first task only.
+        closure_samples: how many samples of each task are compared with the library's own forward passes; None takes a
+            whole batch. The merged model reads those of the first task only.
     """
 
     layers: LayerPatterns = None

@@ -27,7 +27,7 @@ from driftlens.engine.sites import (
     stack_site_biases,
     stack_site_weights,
 )
-from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, Parts
+from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, LibraryDrift, Parts
 from driftlens.linalg.gram import (
     CrossMomentSum,
     GramSum,
@@ -38,7 +38,7 @@ from driftlens.linalg.gram import (
     solve_bytes,
 )
 from driftlens.linalg.ridge import LinearMoments, NormMoments
-from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind
+from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind, State
 from driftlens.utils.devices import (
     convert_moments_oom,
     full_precision_matmul,
@@ -203,6 +203,7 @@ class CalibrationContext:
         pooling: the pooling of features for `drift_l2_mean`; None takes the modality's default.
         team: the processes of a distributed calibration. Each has tasks of its own; all get all layers.
         objectives: if True, reports hold the objectives of linear sites, for about a tenth of the time on CPUs.
+        library: the library's own features of a task's first samples, with which its expert's are compared on the way.
         like: the model in whose dtypes the result is saved; None for the base, or without one the merged model.
     """
 
@@ -218,6 +219,7 @@ class CalibrationContext:
     team: ProcessGroup = ALONE
     objectives: bool = True
     seed: int = 0
+    library: Mapping[str, LibraryDrift] = field(default_factory=dict)
     like: StateSource | None = None
     expert_features: ExpertFeatureCache = field(default_factory=ExpertFeatureCache)
 
@@ -280,6 +282,7 @@ class CalibrationLoop(ABC):
             (EXPERT, MERGED),
             self.context.store(),
             self._report_step,
+            self._compare_with_library,
             file_prefix=f"{self.team.rank}-",
         )
 
@@ -305,6 +308,10 @@ class CalibrationLoop(ABC):
         layer = 0 if self.is_weighing else layer
         label = f"layer {layer} of {self.last}, task {task}" if layer else f"weighing tokens, task {task}"
         self.context.on_step(CalibrationProgress(layer, task, max(0, layer - 1), self.last, label))
+
+    def _compare_with_library(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
+        if model == EXPERT and batch.start == 0 and batch.task in self.context.library:
+            self.context.library[batch.task].compare_expert(layer, left)
 
     @torch.no_grad()
     @full_precision_matmul()

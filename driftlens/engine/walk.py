@@ -59,8 +59,8 @@ Parts = Mapping[str, SampleSet | InMemoryBatches]
 class FeatureStream:
     """The features of several models before one layer, batch by batch; all models read the same inputs.
 
-    `on_step` is called before every batch, `hashes` records digests of samples, and `file_prefix` differs from that of
-    other streams in one store.
+    `on_step` is called before every batch, `on_output` with every output that is stored; `hashes` records digests of
+    samples, and `file_prefix` differs from that of other streams in one store.
     """
 
     pool: ModelPool
@@ -68,6 +68,7 @@ class FeatureStream:
     models: Sequence[str]
     store: FeatureStore = field(default_factory=lambda: FeatureStore())
     on_step: OnStep = lambda layer, task: None
+    on_output: Callable[[Layer, CachedBatch, str, State], None] = lambda layer, batch, model, left: None
     hashes: bool = False
     file_prefix: str = ""
     cached: dict[str, list[CachedBatch]] = field(default_factory=dict, init=False)
@@ -127,6 +128,7 @@ class FeatureStream:
     def store_output(self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = "") -> None:
         """Store a layer's output as the model's new features, and record it for the next `check`."""
         self.record_sums(layer, batch, named or model, left)
+        self.on_output(layer, batch, model, left)
         batch.put(model, left)
 
     def record_sums(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
@@ -658,11 +660,11 @@ def check_closure(
     variants: Sequence[str],
     budget: int,
     most: int | None = None,
-) -> None:
-    """Compare the features of every task's first samples with the library's own forward passes.
+) -> dict[str, LibraryDrift]:
+    """Compare the features of the first task's first samples with the library's own forward passes.
 
-    The drift of the variants is compared on the first task; on the others the expert alone, as the weights of the
-    variants are the same for all tasks.
+    The variants are compared on that task only, as their weights are the same for all tasks. For the other tasks the
+    library's features are returned: a calibration runs their experts anyway, and compares them on the way.
 
     Args:
         pool: the models.
@@ -671,14 +673,13 @@ def check_closure(
         budget: bytes of features that may be cached.
         most: samples of a task to compare; None takes a batch.
     """
-    first = next(iter(samples), None)
-    for task, of_task in samples.items():
-        compared = variants if task == first else ()
-        library = LibraryDrift(pool, task, compared, of_task, budget, most)
-        models = expert_name(task), *compared
-        # Lazy passes advance together, so that one layer of each model is in memory.
-        passes = (_states_by_layer(pool, model, [library.batch], task=task) for model in models)
-        for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
-            library.compare_expert(layer, expert)
-            for variant, (_, [(_, state, _)]) in zip(compared, of_variants, strict=True):
-                library.compare(layer, variant, state, expert)
+    (task, of_task), *others = samples.items()
+    library = LibraryDrift(pool, task, variants, of_task, budget, most)
+    # Lazy passes advance together, so that one layer of each model is in memory.
+    passes = (_states_by_layer(pool, model, [library.batch], task=task) for model in (expert_name(task), *variants))
+    for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
+        library.compare_expert(layer, expert)
+        for variant, (_, [(_, state, _)]) in zip(variants, of_variants, strict=True):
+            library.compare(layer, variant, state, expert)
+    budget //= len(samples)  # all of these are held at once
+    return {other: LibraryDrift(pool, other, (), of_other, budget, most) for other, of_other in others}

@@ -63,7 +63,7 @@ class _FittableCalibrator(Calibrator):
 
         Raises:
             SpecError: a setting is not allowed, or tasks of `experts` and `data` differ.
-            NumericsError: the drift is not that of ordinary forward passes; nothing is solved then.
+            NumericsError: the drift is not that of ordinary forward passes.
         """
         import pandas as pd
 
@@ -75,16 +75,19 @@ class _FittableCalibrator(Calibrator):
         live = open_modules(modules, LiveSettings(**inputs, n_calibration=request.n))
         chain, reporter = live.pool.chain, ProgressReporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
+        parts = {task: samples.calibration or samples.diagnosis for task, samples in live.tasks.items()}
+        # The base is only read for its weights, so its drift is not checked.
+        library = check_closure(
+            live.pool, parts, ("merged",), CalibrationContext.feature_budget, request.closure_samples
+        )
         context = CalibrationContext(
             live.pool,
-            {task: samples.calibration or samples.diagnosis for task, samples in live.tasks.items()},
+            parts,
             chosen,
             base="base" if base is not None else None,
             on_step=lambda now: reporter.step("calibrate", now.done, now.total, now.label),
+            library=library,
         )
-        # The base is only read for its weights, so its drift is not checked.
-        diagnosis = {task: samples.diagnosis for task, samples in live.tasks.items()}
-        check_closure(live.pool, diagnosis, ("merged",), context.feature_budget, request.closure_samples)
         parameters: dict[ParameterKey, Tensor] = {}
         reports: list[dict[str, Any]] = []
         for layer in self.calibrate(context):

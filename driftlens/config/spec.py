@@ -81,7 +81,8 @@ class WeightsSpec(SpecSection):
 class _MethodSpec(SpecSection):
     """The name of a registered merge or calibration method with its own settings, which its code validates."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    # Built here, because validators that a spec builds for its sections later would accept NaN.
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, defer_build=False)
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
 
     @property

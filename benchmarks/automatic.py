@@ -18,7 +18,17 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.figures import record
-from benchmarks.repairs import DRAWS, METRICS, NAMES, PRESETS, SAMPLES, _change, _Clock, _measured, spec_of
+from benchmarks.repairs import (
+    DRAWS,
+    METRICS,
+    NAMES,
+    PRESETS,
+    SAMPLES,
+    CpuClock,
+    measured_values,
+    paired_change,
+    spec_of,
+)
 
 AUTO = "--auto"
 Draw = Mapping[str, Any]
@@ -74,11 +84,11 @@ def drawn(suite: str, seed: int, device: str, choice_only: bool = False) -> Draw
         made = dl.analyze(spec, out=f"{place}/run", progress="none")
 
         def measure(title: str, variant: str) -> None:
-            models[title] = {task: _measured(made, variant, task, metric) for task in spec["experts"]}
+            models[title] = {task: measured_values(made, variant, task, metric) for task in spec["experts"]}
 
         for title in ("base", "merged", "expert"):
             measure(title, title)
-        clocks = {phase: _Clock(phase) for phase in ("choose", "calibrate")}
+        clocks = {phase: CpuClock(phase) for phase in ("choose", "calibrate")}
 
         def both(event: Any) -> None:
             for clock in clocks.values():
@@ -101,7 +111,7 @@ def drawn(suite: str, seed: int, device: str, choice_only: bool = False) -> Draw
                 continue
             if choice_only and not entry["name"].startswith("merge "):
                 continue
-            clock = _Clock("calibrate")
+            clock = CpuClock("calibrate")
             request = CalibrationRequest(name=f"c{number}", auto=True, attribution=False)
             with mock.patch.object(model_selection, "choose_calibrator", _fixed(entry)):
                 made = calibrate(made.path, request, JobContext(on_progress=clock))
@@ -153,7 +163,7 @@ def table(suite: str, found: Sequence[Draw]) -> str:
             [np.mean([np.mean(models[name][task][column]) for task in tasks]) for models in every]
             for column in ("score", "kl")
         )
-        ahead = [_change(every, name, AUTO, column) for column in ("score", "kl")]
+        ahead = [paired_change(every, name, AUTO, column) for column in ("score", "kl")]
         entries = [_entry(draw, name) for draw in found]
         shares = [f"{entry['share']:g}" for entry in entries if "share" in entry]
         held = [f"{entry['score']:.3f}" for entry in entries if entry.get("score") is not None]

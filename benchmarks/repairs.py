@@ -111,20 +111,20 @@ def complete(
         made, tasks = dl.analyze(spec, out=f"{place}/run", progress="none"), spec["experts"]
         metric = METRICS[suite]
         for title in ("base", "expert", "merged"):
-            known["models"][title] = {task: _measured(made, title, task, metric) for task in tasks}
+            known["models"][title] = {task: measured_values(made, title, task, metric) for task in tasks}
         for title, options in lacking.items():
-            name, clock = f"m{len(known['models'])}", _Clock(*["merge"] * ("merge" in options))
+            name, clock = f"m{len(known['models'])}", CpuClock(*["merge"] * ("merge" in options))
             if "merge" in options:
                 defaults = spec["data"]["defaults"] | {key: options[key] for key in ("views",) if key in options}
                 given = {**spec, "merge": options["merge"], "data": {**spec["data"], "defaults": defaults}}
                 other = dl.analyze(given, out=f"{place}/{name}", progress="none", on_progress=clock)
-                known["models"][title] = {task: _measured(other, "merged", task, metric) for task in tasks}
+                known["models"][title] = {task: measured_values(other, "merged", task, metric) for task in tasks}
                 known["costs"][title] = {"seconds": clock.seconds, "added": 0}
                 file.write_text(json.dumps(known))
                 continue
             made = dl.calibrate(made, name=name, attribution=False, progress="none", on_progress=clock, **options)
             shown, info = f"calibrated:{name}", made.manifest.calibrations[name]
-            known["models"][title] = {task: _measured(made, shown, task, metric) for task in tasks}
+            known["models"][title] = {task: measured_values(made, shown, task, metric) for task in tasks}
             known["costs"][title] = {"seconds": clock.seconds, "added": info.attached}
             if options.get("auto"):
                 titles = {entry["name"]: entry["title"] for entry in info.selection["compared"]}
@@ -133,7 +133,7 @@ def complete(
             print(suite, draw, title, f"{clock.seconds:.1f} s", flush=True)
 
 
-class _Clock:
+class CpuClock:
     """Processor time between the first and the last event of calibrating, or of these phases."""
 
     def __init__(self, *phases: str) -> None:
@@ -147,7 +147,8 @@ class _Clock:
             self.seconds = time.process_time() - self.begun
 
 
-def _measured(made: Any, variant: str, task: str, metric: str) -> dict[str, list[float]]:
+def measured_values(made: Any, variant: str, task: str, metric: str) -> dict[str, list[float]]:
+    """Return score and KL of every sample of a task, and the model's relative final drift and cosine."""
     is_expert = variant == "expert"
     rows = made.outputs(task=task, variant="merged" if is_expert else variant).sort_values("sample_id")
     if metric == "accuracy":
@@ -201,7 +202,7 @@ def _row(name: str, draws: Sequence[Found], tasks: Sequence[str], costs: Sequenc
             if start == name or any(start not in draw for draw in draws):
                 cells.append("")
                 continue
-            gap = _change(draws, start, name, column).scaled(scale)
+            gap = paired_change(draws, start, name, column).scaled(scale)
             ends = f"{gap.low:+.{digits}f} to {gap.high:+.{digits}f}"
             cells.append(f"{gap.value:+.{digits}f} ({ends})")
     for column in ("drift", "cosine"):
@@ -212,8 +213,8 @@ def _row(name: str, draws: Sequence[Found], tasks: Sequence[str], costs: Sequenc
     return cells
 
 
-def _change(draws: Sequence[Found], start: str, end: str, column: str) -> Interval:
-    """Of the mean over tasks; a sample's value is its mean over draws."""
+def paired_change(draws: Sequence[Found], start: str, end: str, column: str) -> Interval:
+    """Return the change of the mean over tasks between two models; a sample's value is its mean over draws."""
     found = []
     for task in draws[0][start]:
         before, after = (np.mean([draw[of][task][column] for draw in draws], axis=0) for of in (start, end))

@@ -135,7 +135,7 @@ def show_calibration_form(
         )
     with st.expander("Settings"):
         tried = ", ".join(default.candidates[preset or ""])
-        st.caption(f"*Find the best repair* tries {escape_markdown(tried)}.")
+        st.caption(f"*Find the best repair* tries {escape_markdown(tried)}, and the settings of this run's repairs.")
         calibrators = available_methods()
         chosen = st.selectbox(
             "Calibrator",
@@ -149,7 +149,8 @@ def show_calibration_form(
         with st.form("calibrate", enter_to_submit=False):
             fields, pressed = _show_request_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
     if quick or best:
-        name = next_free_name("best" if best else DEFAULT_METHOD, taken)
+        # The best one is named after its method.
+        name = "" if best else next_free_name(DEFAULT_METHOD, taken)
         return CalibrationRequest(name=name, preset=preset, auto=best), True
     if fields.pop("export"):
         fields["save_weights"] = f"{exports}-{fields['name']}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, SweepRequest
-from driftlens.results.verdict import CONTENDERS
+from driftlens.results.verdict import merges_to_compare
 from driftlens.runs.manifest import COMPARISON, MANIFEST, MERGES, SPEC, read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import SpecError, join_names
@@ -96,7 +96,9 @@ def _request_for_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **set
 def calibrate_request(run: DriftRun, request: CalibrationRequest) -> JobRequest:
     """Build the job request of a calibration; raise SpecError if its name is taken."""
     require_free_name(request, run.manifest.calibrations)
-    return _request_for_run("calibrate", request.name, run, *request.to_cli_args(), **request.model_dump(mode="json"))
+    # Without a name, the calibration is named after the method that it chooses.
+    name = request.name or "auto"
+    return _request_for_run("calibrate", name, run, *request.to_cli_args(), **request.model_dump(mode="json"))
 
 
 def sweep_request(run: DriftRun) -> JobRequest:
@@ -121,7 +123,7 @@ def compare_methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
 
 def compare_merges_request(run: DriftRun) -> JobRequest:
     """Build the job request that ranks merges of the run's experts, each with its default settings."""
-    where = (str(run.path / SPEC), f"--compare={CONTENDERS['base' in run.variants]}", f"--out={run.path / MERGES}")
+    where = (str(run.path / SPEC), f"--compare={merges_to_compare(run)}", f"--out={run.path / MERGES}")
     return JobRequest("merge", run.manifest.name, run.path, ("merge", *where, *_PROGRESS))
 
 

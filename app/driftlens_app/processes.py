@@ -352,6 +352,7 @@ def poll_job(run: Path, kind: Kind | None = None) -> JobStatus | None:
     job = newest_job(run, kind)
     if job is None:
         return None
+    job = _with_chosen_name(job)
     code = _child_exit_code(job.pid) if job.code is None else None
     if code is not None:
         # Recorded for a restarted server. A full disk must not hide the state; it is recorded at a later call.
@@ -370,6 +371,17 @@ def poll_job(run: Path, kind: Kind | None = None) -> JobStatus | None:
         progress = _read_progress(job, status)
         return JobStatus(job, state if progress is not None or job.cancelled else "starting", progress)
     return _ended_job_status(job, status)
+
+
+def _with_chosen_name(job: Job) -> Job:
+    """Return a calibration that was started without a name under the one that it has in the run."""
+    if job.kind != "calibrate" or job.settings.get("name", job.name):
+        return job
+    events = (event for _, event in _read_last_lines(job.run / EVENTS, _EVENT_BYTES) if event.get("event") == "phase")
+    phases = [str(event.get("name")).split(":") for event in events if str(event.get("time", "")) >= job.started]
+    # Phases of the choice come first. Later ones may be of other calibrations, made in a terminal.
+    names = [*dict.fromkeys(phase[1] for phase in phases if len(phase) > 1 and phase[0] == job.kind)]
+    return dataclasses.replace(job, name=names[:2][-1]) if names else job
 
 
 def live_job(run: Path, kind: Kind | None = None) -> JobStatus | None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import driftlens as dl
-from benchmarks.repairs import Found, _change, _measured
+from benchmarks.repairs import Found, measured_values, paired_change
 from benchmarks.studies.packages import TASKS, Rows, read_rows
 from driftlens.pipelines.model_selection import mean_over_samples
 from driftlens.results.formatting import format_estimate
@@ -180,7 +180,7 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             for picture in PICTURES:
                 drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
-        models = {model: {task: _measured(run, model, task, study.metric) for task in study.tasks} for model in MODELS}
+        models = {model: {task: measured_values(run, model, task, study.metric) for task in study.tasks} for model in MODELS}
         kept.write_text(json.dumps({"models": models, "seconds": seconds}), encoding="utf-8")
         if not is_first:
             shutil.rmtree(place)
@@ -210,14 +210,14 @@ def score_table(study: Study, measured: Mapping[tuple[str, int], Mapping[str, An
             beside = [
                 {"average": mean["merged"], "model": draw[model]} for mean, draw in zip(average, draws, strict=True)
             ]
-            cells.append(format_estimate(_change(beside, "average", "model", "score"), "points"))
+            cells.append(format_estimate(paired_change(beside, "average", "model", "score"), "points"))
             drift = np.mean([draw[model][task]["drift"] for draw in draws for task in study.tasks])
             lines.append(f"| {' | '.join([*cells, f'{drift:.3f}'])} |")
     return "\n".join(lines)
 
 
 def _gain(draws: Sequence[Found], start: str, model: str) -> str:
-    return "-" if start == model else format_estimate(_change(draws, start, model, "score"), "points")
+    return "-" if start == model else format_estimate(paired_change(draws, start, model, "score"), "points")
 
 
 def task_table(study: Study, measured: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:

@@ -275,8 +275,8 @@ class CalibrationRequest(Request):
         is_list=False,
     )
     auto: Flag = _option_field(
-        "Choose on held-out calibration samples between the merged model, the base, these settings, views and, "
-        "without --method, other merges and methods.",
+        "Choose on held-out calibration samples between the merged model, the base, these settings, those of the "
+        "run's calibrations, views and, without --method, other merges and methods.",
         False,
     )
     save_weights: Path | None = _option_field(

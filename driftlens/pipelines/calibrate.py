@@ -407,6 +407,7 @@ class _CalibrationJob:
                 plan.sites,
                 self.reporter,
                 others=self.request.method is None,
+                existing=self.writer.manifest.calibrations,
                 share=self.request.interpolate,
                 on_score=partial(self.writer.event, CANDIDATE, of=plan.name),
             )

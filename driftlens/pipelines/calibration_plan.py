@@ -143,11 +143,9 @@ class CalibrationPlan(SelectionResult):
             views = Views(**selection["views"])
             samples = {task: dataclasses.replace(drawn, views=views) for task, drawn in self.samples.items()}
             plan = dataclasses.replace(plan, samples=samples)
-        if type(calibrator) is not type(self.calibrator):
-            sites = sites_to_update(study.pool.chain, self.sites, calibrator.update)
-            plan = dataclasses.replace(plan, method=registered_method(calibrator), sites=sites)
-        control = _control_variant(self.name, calibrator, study)
-        return dataclasses.replace(plan, calibrator=calibrator, control=control)
+        sites = sites_to_update(study.pool.chain, self.sites, calibrator.update)
+        method, control = registered_method(calibrator), _control_variant(self.name, calibrator, study)
+        return dataclasses.replace(plan, method=method, sites=sites, calibrator=calibrator, control=control)
 
     @property
     def starting_point(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,11 +22,12 @@ from driftlens.calibration.automatic import LEVEL, HeldOutScores, ModelChoice, c
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource, StateSource
 from driftlens.config.data import Views
+from driftlens.config.requests import CalibrationRequest
 from driftlens.data.altered import append_views
 from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.pool import Attachment
-from driftlens.engine.sites import ExpertFeatureCache, sites_to_update
+from driftlens.engine.sites import ExpertFeatureCache, select_sites, sites_to_update
 from driftlens.experiment.merging import merge_study
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import row_norms
@@ -40,11 +42,13 @@ from driftlens.pipelines.calibration_plan import (
     settings_as_json,
 )
 from driftlens.pipelines.evaluation import final_features
+from driftlens.runs.manifest import CalibrationInfo
 from driftlens.utils.devices import device_memory, to_float64
 from driftlens.utils.distributed import ALONE, ProcessGroup, ProgressReporter
-from driftlens.utils.errors import Cancelled, DataError, DriftLensError, RunError, SpecError
+from driftlens.utils.errors import Cancelled, DataError, DriftLensError, RunError, SpecError, pluralize
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_interval, mean_over_tasks
+from driftlens.utils.registry import resolve_settings
 from driftlens.utils.variants import expert_name
 
 T = TypeVar("T")
@@ -362,6 +366,7 @@ def choose_calibrator(
     reporter: ProgressReporter,
     *,
     others: bool = False,
+    existing: Mapping[str, CalibrationInfo] = MappingProxyType({}),
     share: float | None = None,
     on_score: Callable[..., object] = lambda **_: None,
 ) -> tuple[Calibrator, dict[str, Any]]:
@@ -376,6 +381,8 @@ def choose_calibrator(
         sites: names of its sites by layer.
         reporter: receives every candidate's score.
         others: include other merges and the candidates of other calibrators.
+        existing: the run's calibrations by name; their settings are candidates, too. Each that is not a candidate
+            already takes half the time of its fit, and scoring.
         share: the only interpolation factor to try; None tries several.
         on_score: called with `name`, `score` and `share` of every candidate.
 
@@ -388,7 +395,12 @@ def choose_calibrator(
     # The spec or a request sets the augmented copies, even to none.
     has_views = any(samples.views is not None for samples in study.calibration_sets.values())
     candidates = _candidate_models(start, counts, others=others, has_base=study.has_base, has_views=has_views)
+    candidates = [*_existing_candidates(study, start, sites, existing, candidates, others=others), *candidates]
     shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
+    if shares is _SHARES:
+        factors = {float(info.interpolation.get("share", 1.0)) for info in existing.values()}
+        # First, because the last one is that of merges.
+        shares = (*sorted(factors - {0.0, *_SHARES}), *_SHARES)
     total = sum(candidate.work for candidate in candidates)
     progress = CombinedProgress(reporter, total)
     measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
@@ -456,14 +468,10 @@ def _candidate_models(
         costly = costly.changed(**costly.with_views)
         is_few = min(counts.values(), default=_MANY_SAMPLES) < _MANY_SAMPLES
         views = Views(copies=7 if is_few else 3)
-        name = f"{registered_method(costly)} views={views.copies}"
-        title = f"{_candidate_title(name, costly, start)} and {views.copies} views of every sample"
-        viewed = [_Candidate(name, title, costly, costly.effort * (1 + views.copies), views)]
+        viewed = [_repair_candidate(f"{registered_method(costly)} views={views.copies}", start, costly, views)]
         # The same method was better without views on no suite of docs/benchmarks.md.
         repairs = {key: kept for key, kept in repairs.items() if kept is start or type(kept) is not type(costly)}
-    candidates = [
-        _Candidate(key, _candidate_title(key, repair, start), repair, repair.effort) for key, repair in repairs.items()
-    ] + viewed
+    candidates = [_repair_candidate(key, start, repair) for key, repair in repairs.items()] + viewed
     if not others:
         return candidates
     title = "the merged model, interpolated with the base"
@@ -473,6 +481,55 @@ def _candidate_models(
         for merge in map(merge_by_name, _MERGES)
     ]
     return [*shrunk, *merged, *candidates]
+
+
+def _existing_candidates(
+    study: Study,
+    start: Calibrator,
+    sites: Mapping[int, Sequence[str]],
+    existing: Mapping[str, CalibrationInfo],
+    candidates: Sequence[_Candidate],
+    *,
+    others: bool,
+) -> list[_Candidate]:
+    """Return candidates with the settings of existing calibrations of the same modules, if they are not among others.
+
+    They are fitted anew like any candidate: the saved weights may have been fitted to the held-out samples.
+    """
+    chain, added = study.pool.chain, list[_Candidate]()
+    present = {task: str(drawn.views or "none") for task, drawn in study.calibration_sets.items()}
+    for name, info in existing.items():
+        kind = calibrators[info.method] if info.method in calibrators else None
+        by_task = {task: info.views.get(task, "none") for task in present}
+        if info.kept or kind is None or not kind.takes_sites or (by_task != present and len({*by_task.values()}) > 1):
+            continue
+        try:
+            repair = kind(**resolve_settings(kind, info.settings, info.method))
+            repair.check(has_base=study.has_base)
+            solved = select_sites(chain, layers=info.layers, sites=info.sites or None, update=repair.update)
+        except DriftLensError:
+            # Saved by a version or plug-in with other settings.
+            continue
+        text = next(iter(by_task.values()))
+        views = None if by_task == present else CalibrationRequest.model_validate({"views": text}).views
+        is_new = all(
+            other.calibrator is None or other.views != views or _is_different_calibrator(other.calibrator, repair)
+            for other in [*candidates, *added]
+        )
+        is_asked = others or isinstance(repair, type(start))
+        if is_new and is_asked and solved == sites_to_update(chain, sites, repair.update):
+            found = _repair_candidate(f"calibration {name}", start, repair, views)
+            added.append(found._replace(title=f"{found.title} (from {found.name})"))
+    return added
+
+
+def _repair_candidate(
+    name: str, start: Calibrator, calibrator: Calibrator, views: Views | None = None
+) -> _Candidate:
+    copies = 0 if views is None else views.count
+    title = _candidate_title(name, calibrator, start)
+    title += f" and {pluralize(copies, 'view')} of every sample" * bool(copies)
+    return _Candidate(name, title, calibrator, calibrator.effort * (1 + copies), views)
 
 
 def _is_different_calibrator(one: Calibrator, other: Calibrator) -> bool:

@@ -51,7 +51,7 @@ from driftlens.utils.variants import (
 )
 
 # Merges to compare, with and without a base.
-CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
+_CONTENDERS = {True: ("average", "ties", "iso_c", "tsv_m"), False: ("average", "regmean")}
 _LOWER = {
     "disagreement": "expected disagreement {} lower",
     "hellinger": "Hellinger distance {} lower",  # of comparisons made by earlier versions, as KL
@@ -86,10 +86,16 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
         return f"driftlens analyze {path}/spec.yaml {sets} --out {path}-{shlex.quote(better['method'])}"
     # A single expert has no other merges to compare.
     if not compared and len(run.tasks) > 1:
-        return f"driftlens merge {path}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {path}/{MERGES}"
+        return f"driftlens merge {path}/spec.yaml --compare {merges_to_compare(run)} --out {path}/{MERGES}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
         return f"driftlens calibrate {path} --auto"
     return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6"
+
+
+def merges_to_compare(run: DriftRun) -> str:
+    """Return the merge methods to compare with the run's own, which is compared anyway, separated by commas."""
+    own = (run.manifest.merge or {}).get("method")
+    return ",".join(method for method in _CONTENDERS["base" in run.variants] if method != own)
 
 
 def _merge_ranking_sentences(compared: Mapping[str, Any]) -> Iterator[str]:
@@ -506,6 +512,7 @@ class Headline:
         text: the sentence, without a full stop.
         so_far: "9 of 20 tasks measured" while some are missing; else empty.
         tiles: every model's mean, base first and experts last, by variant.
+        roles: the role of each of these models, see `DriftRun.roles`.
         closed: the share of the gap from merged model to experts that the repair closes; NaN without a repair or a
             clear gap.
     """
@@ -514,6 +521,7 @@ class Headline:
     tone: _Tone
     so_far: str
     tiles: dict[str, Interval]
+    roles: dict[str, str]
     kind: Kind
     measure: str
     closed: Interval
@@ -529,7 +537,8 @@ def headline(run: DriftRun, name: str = "") -> Headline:
     closed = _closed_share_of_gap(judged)
     text, tone = _headline_text_and_tone(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
     tiles = {variant: judged.means[variant] for variant in ordered}
-    return Headline(text, tone, so_far, tiles, judged.measure.kind, judged.measure.title, closed)
+    roles = {variant: run.roles.get(variant, variant_kind(variant)) for variant in ordered}
+    return Headline(text, tone, so_far, tiles, roles, judged.measure.kind, judged.measure.title, closed)
 
 
 def _closed_share_of_gap(judged: Verdict) -> Interval:

@@ -40,7 +40,7 @@ from driftlens.utils.errors import (
 )
 from driftlens.utils.files import PathLike, parse_json, regular_file
 from driftlens.utils.registry import ColumnSchema
-from driftlens.utils.variants import calibrated_variant, calibration_name
+from driftlens.utils.variants import calibrated_variant, calibration_name, variant_kind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,6 +116,14 @@ class DriftRun:
     def variants(self) -> tuple[str, ...]:
         """The variants of the run, in the order in which they were added."""
         return tuple(self.manifest.variants)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The role of every variant, in the order of `variants`: the method of a calibration, or the variant's kind."""
+        calibrated = {
+            calibrated_variant(name): info.method for name, info in self.manifest.calibrations.items() if not info.kept
+        }
+        return {variant: calibrated.get(variant, variant_kind(variant)) for variant in self.variants}
 
     @property
     def status(self) -> RunStatus | None:

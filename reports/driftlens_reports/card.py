@@ -84,7 +84,7 @@ def _summary_image_png(run: DriftRun, name: str) -> bytes:
             # Both plots have one scale, so that distances compare.
             shared = {"sharex": figure.axes[-1], "sharey": figure.axes[-1]} if place else {}
             axes = figure.add_axes((_PAIR + 0.18 * place, 0.2, 0.165, 0.3), **shared)
-            _scatter_features(axes, variant, frame)
+            _scatter_features(axes, variant, LIGHT.roles[colour_role(run.roles, variant)], frame)
         for task in {task for _, task, _ in pair}:
             label = f"features of {shorten_middle(task, 18)}"
             _draw_text(figure, _PAIR, 0.185, label, fontsize=11, color=LIGHT.quiet)
@@ -115,7 +115,7 @@ def _draw_image_text(figure: Figure, run: DriftRun, head: Headline) -> None:
     for place, (variant, mean) in enumerate(head.tiles.items()):
         x = 0.05 + 0.14 * place
         text, _, ends = format_estimate(mean, head.kind).partition(" (")
-        say(x, 0.49, "\N{BLACK CIRCLE}", fontsize=13, color=LIGHT.roles[colour_role(variant)])
+        say(x, 0.49, "\N{BLACK CIRCLE}", fontsize=13, color=LIGHT.roles[colour_role(head.roles, variant)])
         say(x + 0.016, 0.49, tile_label(variant)[:14], fontsize=13)
         say(x, 0.45, text, fontsize=22, fontweight="bold")
         say(x, 0.385, ends.removesuffix(")"), fontsize=10, color=LIGHT.quiet)
@@ -134,7 +134,7 @@ def _draw_score_bar(axes: Axes, head: Headline) -> None:
     axes.set(xlim=(low, high), ylim=(-1, 1))
     axes.plot([low, high], [0, 0], color=LIGHT.grid, linewidth=2, zorder=1)
     for variant, mean in head.tiles.items():
-        colour = LIGHT.roles[colour_role(variant)]
+        colour = LIGHT.roles[colour_role(head.roles, variant)]
         if is_measured(mean.low):
             axes.plot([mean.low, mean.high], [0, 0], color=colour, linewidth=4, zorder=3)
         axes.plot(
@@ -159,13 +159,13 @@ def _worst_task_projections(run: DriftRun, name: str) -> list[tuple[str, str, An
     return [(variant, task, (frames["expert"], frames[variant])) for variant in pair if variant in frames]
 
 
-def _scatter_features(axes: Axes, variant: str, frames: Any) -> None:
+def _scatter_features(axes: Axes, variant: str, colour: str, frames: Any) -> None:
     experts, points = frames
     # Faded behind another model, whose points must stand out.
     opacity = 1 if variant == "expert" else 0.35
     axes.scatter(experts["x"], experts["y"], 9, LIGHT.roles["expert"], linewidths=0, alpha=opacity)
     if variant != "expert":
-        axes.scatter(points["x"], points["y"], 9, LIGHT.roles[colour_role(variant)], linewidths=0)
+        axes.scatter(points["x"], points["y"], 9, colour, linewidths=0)
     axes.set(xticks=[], yticks=[])
     axes.set_title(strip_control_chars(tile_label(variant))[:20], fontsize=13, color=LIGHT.ink, parse_math=False)
     for side in axes.spines.values():

@@ -101,6 +101,7 @@ class ReportHeadline(ReportPart):
     tone: Literal["good", "mixed", "bad", "none"]
     so_far: str = Field(description="Number of measured tasks if some are missing; else empty.")
     tiles: dict[str, Estimate] = Field(description="Means by variant, base first and experts last.")
+    roles: dict[str, str] = Field(description="Method of a calibrated model, kind of another one, by variant.")
     kind: Kind
     measure: str
     closed: Annotated[Estimate | None, BeforeValidator(_none_if_nan)] = Field(

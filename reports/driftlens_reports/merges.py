@@ -80,7 +80,7 @@ def draw_merge_ranking(ranking: Mapping[str, Any], *, dark: bool = False) -> Dra
     rows = rows[rows["place"].notna()][::-1]
     measures = [measure for measure in NAMES if measure in rows and rows[measure].notna().any()]
     figure = make_subplots(cols=len(measures), shared_yaxes=True, horizontal_spacing=0.05)
-    look = theme.variant_style(("merged",), "merged", dark=dark)
+    look = theme.variant_style({}, "merged", dark=dark)
     for column, measure in enumerate(measures, 1):
         ends = (rows[f"{measure}_low"].astype(float), rows[f"{measure}_high"].astype(float))
         figure.add_scatter(

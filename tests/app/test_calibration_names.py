@@ -18,7 +18,7 @@ from driftlens_app.calibration import START, next_free_name
 from driftlens_app.job_requests import calibrate_request
 from driftlens_app.processes import newest_job, start_job
 from tests.app.conftest import Open, until
-from tests.app.pages import calibrate_as, errors, finish, press, said, state
+from tests.app.pages import calibrate_as, called, errors, finish, press, said, state
 from tests.runs.full_run import VARIANTS, write_full_run
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -126,6 +126,19 @@ def test_one_that_is_replaced_is_shown_again(open_app: Open, run: Path) -> None:
     start_job(calibrate_request(open_run(run), CalibrationRequest(name="steady", replace=True)))
     end(run, ["featcal", "steady"])
     assert chosen(app.run()) == "steady" and "Calibration steady is done." in said(app)
+
+
+@pytest.mark.slow
+def test_the_best_repair_has_the_name_of_its_method_also_when_it_goes_on(open_app: Open, run: Path) -> None:
+    app = press(open_app(run.parent, "repair"), "Find the best repair")
+    assert not any(part.startswith("--name") for part in called(run))
+    assert "Calibration residual" in said(app.run())
+    press(app, "Cancel")
+    until(lambda: state(run) == "cancelled", "it has stopped")
+    press(app.run(), "Continue where it stopped")
+    assert {"--name=residual", "--auto", "--resume"} <= {*called(run)}
+    end(run, ["featcal", "residual"])
+    assert chosen(app.run()) == "residual" and "Calibration residual is done." in said(app)
 
 
 @pytest.mark.slow

@@ -25,11 +25,14 @@ def main(arguments: list[str]) -> int:
         return init(arguments[1:])
     print("called with", *arguments, flush=True)
     options = dict(part.split("=", 1) for part in arguments if part.startswith("--") and "=" in part)
-    name = options.get("--name", "steady")
+    name = options.get("--name", "residual" if "--auto" in arguments else "steady")
     run = Path(arguments[arguments.index("--out") + 1] if "--out" in arguments else arguments[1])
     if name == "refused":
         print("error: lam is -1, expected at least 0\nhint: Choose another ridge.", file=sys.stderr)
         return 2
+    if "--auto" in arguments and "--name" not in options:
+        for phase in ("auto:choose", name):
+            append_event(run, "phase", name=f"calibrate:{phase}", state="running")
     return work(run, name)
 
 

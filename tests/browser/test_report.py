@@ -84,7 +84,7 @@ def test_the_pages_style_leaves_the_charts_colours_alone(report: Report, context
              .map(part => getComputedStyle(part).fill)"""
     )
     is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
-    colour = variant_style(report.run.variants, "merged", dark=is_dark).colour.removeprefix("#")
+    colour = variant_style(report.run.roles, "merged", dark=is_dark).colour.removeprefix("#")
     merged = f"rgb{tuple(bytes.fromhex(colour))}"
     assert merged in fills and "rgb(0, 0, 0)" not in fills
 

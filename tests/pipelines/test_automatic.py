@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.calibration.automatic import HeldOutScores, choose_model
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import InterpolatedSource
 from driftlens.config.data import Views
@@ -31,7 +33,7 @@ from driftlens.models.heads import Head
 from driftlens.pipelines import evaluation, model_selection
 from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.calibrate import calibrate
-from driftlens.pipelines.calibration_plan import replace_parameters
+from driftlens.pipelines.calibration_plan import registered_method, replace_parameters, settings_as_json
 from driftlens.pipelines.evaluation import final_drift_columns
 from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,
@@ -44,7 +46,7 @@ from driftlens.pipelines.model_selection import (
 )
 from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.results.verdict import verdict
-from driftlens.runs.manifest import CANDIDATE, EVENTS, calibration_marker
+from driftlens.runs.manifest import CANDIDATE, EVENTS, CalibrationInfo, calibration_marker
 from driftlens.runs.run import DriftRun
 from driftlens.utils.distributed import JobContext, ProgressReporter
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError
@@ -58,11 +60,22 @@ def study(roomy: DriftRun) -> Study:
     return reopen_study(roomy.path)[0]
 
 
-def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[str, Any]]:
+def listed(calibrator: Calibrator, **changes: Any) -> CalibrationInfo:
+    """A calibration of layer 2 as the manifest of a run lists it."""
+    about = {"method": registered_method(calibrator), "settings": settings_as_json(calibrator), "layers": [2]}
+    return CalibrationInfo(**{**about, "control": "", "seconds": 0.0, "samples": {}, **changes})
+
+
+Existing = Mapping[str, CalibrationInfo]
+
+
+def chosen(
+    study: Study, start: FeatCal | None = None, existing: Existing = MappingProxyType({})
+) -> tuple[FeatCal, dict[str, Any]]:
     """What is chosen, while one bar runs from its beginning to its end."""
     said: list[ProgressEvent] = []
-    sites = select_sites(study.pool.chain, layers=[2])
-    found, record = choose_calibrator(study, start or FeatCal(), sites, ProgressReporter(said.append))
+    sites, reporter = select_sites(study.pool.chain, layers=[2]), ProgressReporter(said.append)
+    found, record = choose_calibrator(study, start or FeatCal(), sites, reporter, existing=existing)
     assert isinstance(found, FeatCal)
     done = [event.done for event in said]
     assert done == sorted(done) and {event.phase for event in said} == {"choose"}
@@ -146,11 +159,14 @@ def blinded(study: Study) -> Study:
 @pytest.mark.slow
 def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
-    sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
+    sites, existing = select_sites(study.pool.chain, layers=[2]), {"mine": listed(calibrators["residual"](mu=0.7))}
+    options: dict[str, Any] = {"others": True, "existing": existing}
     found, record, again, same = (
-        at for of in (study, blind) for at in choose_calibrator(of, FeatCal(), sites, ProgressReporter(), others=True)
+        at
+        for of in (study, blinded(study))
+        for at in choose_calibrator(of, FeatCal(), sites, ProgressReporter(), **options)
     )
-    names = {"merged", "base", "start", "residual views=7", "shrunk", "merge average"}
+    names = {"merged", "base", "start", "residual views=7", "shrunk", "merge average", "calibration mine"}
     assert names == {entry["name"] for entry in record["compared"] if "score" in entry}
     assert record["score"].startswith("expected disagreement")
     assert all(0 <= entry["score"] <= 1 for entry in record["compared"])
@@ -171,7 +187,9 @@ def test_a_calibrator_that_looks_at_a_label_or_another_sample_is_caught(study: S
         chosen(blind, Peeking())
 
 
-def held_out_ids(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def held_out_ids(
+    study: Study, monkeypatch: pytest.MonkeyPatch, existing: Existing = MappingProxyType({})
+) -> None:
     """Require that every candidate is made from one half of a task's samples, and judged on the other half."""
     scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
@@ -195,9 +213,9 @@ def held_out_ids(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     task = TASKS[0]
     at = study.tasks[task].calibration
     assert at is not None
-    _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}))
+    _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}), existing=existing)
     assert set(scored) == {(frozenset(at.ids[1::2]), frozenset(at.ids[::2]))}
-    assert record["num_calibrations"] == 2 and record["num_held_out"] == {task: COUNT // 2}
+    assert record["num_calibrations"] == 2 + len(existing) and record["num_held_out"] == {task: COUNT // 2}
     # Every sample and its augmented copy.
     assert experts == 2 * [*at.ids[::2]], "experts are read once"
 
@@ -205,7 +223,23 @@ def held_out_ids(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_half_of_the_samples_is_held_out_and_none_is_scored_that_was_fitted_to(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held_out_ids(study, monkeypatch)
+    held_out_ids(study, monkeypatch, {"mine": listed(FeatCal(lam=0.7))})
+
+
+def test_a_saved_calibration_that_is_judged_on_samples_that_it_was_fitted_to_is_caught(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = model_selection._HeldOutTrials._make_candidate_model
+
+    def saved(self: Any, candidate: Any) -> None:
+        if candidate.name == "calibration mine":  # as it stands in the run: fitted to all samples
+            self._fitter.fit(candidate.calibrator, model_selection.without_labels(self.study))
+        else:
+            make(self, candidate)
+
+    monkeypatch.setattr(model_selection._HeldOutTrials, "_make_candidate_model", saved)
+    with pytest.raises(AssertionError):
+        held_out_ids(study, monkeypatch, {"mine": listed(FeatCal(lam=0.7))})
 
 
 def test_a_candidate_that_is_judged_on_the_samples_it_was_made_from_is_caught(
@@ -232,7 +266,7 @@ def test_a_criterion_that_looks_at_a_label_is_caught(study: Study, monkeypatch: 
 
 def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None:
     """Every candidate by hand: fitted to a half, judged on the other one at every share of the way from the base."""
-    found, record = chosen(study)
+    found, record = chosen(study, existing={"mine": listed(FeatCal(lam=0.7))})
     pool, sites = study.pool, select_sites(study.pool.chain, layers=[2])
     samples = {
         task: dataclasses.replace(at.calibration, labels=None)
@@ -253,6 +287,7 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
 
     scores = {name: judged(name) for name in ("merged", "base")}
     for name, calibrator in {
+        "calibration mine": FeatCal(lam=0.7),
         "start": FeatCal(),
         "featcal rho=3.0 alpha=0.5": FeatCal(rho=3.0, alpha=0.5),
     }.items():
@@ -270,7 +305,7 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
         scores[name] = min(found_at, key=lambda of: of.mean)
     by_name = {entry["name"]: entry for entry in record["compared"]}
     assert {name: of.mean for name, of in scores.items()} == {name: at["score"] for name, at in by_name.items()}
-    decision = choose_model(scores, among=3)
+    decision = choose_model(scores, among=4)
     assert record["choice"] == decision.name and found.rho == (3.0 if "rho" in decision.name else FeatCal().rho)
     for name, over in decision.over_merged.items():
         assert (by_name[name]["advantage"], by_name[name]["low"]) == (over.advantage, over.low)
@@ -324,6 +359,54 @@ def test_what_can_not_be_solved_for_is_out_and_the_others_stay(study: Study, mon
     fails = 0.3
     with pytest.raises(SingularGramError):
         chosen(study)
+
+
+def test_settings_of_existing_calibrations_are_candidates_where_they_are_new(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = FeatCal(lam=1e-4)
+    existing = {
+        "same": listed(FeatCal()),
+        "mine": listed(mine, interpolation={"asked": 0.5, "share": 0.5}),
+        "again": listed(mine),
+        "viewed": listed(FeatCal(), views=dict.fromkeys(TASKS, "mix:1")),
+        "mixed": listed(mine, views={TASKS[0]: "mix:1"}),
+        "elsewhere": listed(mine.changed(lam=2e-4), layers=[3]),
+        "some": listed(mine.changed(lam=2e-4), sites=["norms"]),
+        "maps": listed(calibrators["surgery"](), layers=[4]),
+        "kept": listed(mine.changed(lam=3e-4), selection={"kept": "base"}),
+        "older": listed(FeatCal(), settings={"ridge": 1.0}),
+        "plug-in": listed(FeatCal(), method="gone"),
+        "other": listed(calibrators["residual"]()),
+    }
+    score_by_ridge(monkeypatch)
+    found, record = chosen(study, existing=existing)
+    names = [made["name"] for made in record["compared"]]
+    assert names == ["merged", "base", "calibration mine", "calibration viewed", "start", "featcal rho=3.0 alpha=0.5"]
+    assert record["choice"] == "calibration mine" and found.get_params() == mine.get_params()
+    titles = [made["title"] for made in record["compared"][2:4]]
+    assert titles == [
+        "featcal with lam 0.0001 (from calibration mine)",
+        "featcal and 1 view of every sample (from calibration viewed)",
+    ]
+    assert [made["share"] for made in record["curve"]] == [0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0]
+    assert "views" not in record and record["correction"] == "Bonferroni, 5 comparisons"
+
+
+@pytest.mark.slow
+def test_an_existing_calibration_that_is_nearest_is_fitted_to_all_samples_under_the_name_of_its_method(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_merged(monkeypatch)
+    score_by_entrant(monkeypatch, lambda entrant: 0.0 if entrant.name == "calibration mine" else 1e3)
+    folder, asked = copied(roomy, tmp_path / "run"), request("mine", layers=[2], interpolate=1.0, attribution=False)
+    calibrate(folder, asked.with_changes(method="residual", parameters={"mu": 0.7}))
+    run = calibrate(folder, asked.with_changes(name="", auto=True))
+    info = run.manifest.calibrations["residual"]
+    assert info.selection["choice"] == "calibration mine" and info.settings["mu"] == 0.7
+    assert "(from calibration mine) was chosen" in auto_choice_sentences(run, "residual")[0]
+    weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in ("mine", "residual")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
 
 
 def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:

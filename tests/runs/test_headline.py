@@ -141,6 +141,20 @@ def test_a_repair_that_must_know_the_task_comes_after_one_that_need_not(manifest
     assert (shown_repair(run), shown_repair(other)) == (CAL, OTHER)
 
 
+def test_a_calibration_has_the_colour_of_its_method_whatever_it_is_called(manifest: Manifest) -> None:
+    right = {(f"t{task}", model): k for task in range(4) for model, k in {"merged": 330, CAL: 400}.items()}
+    run = run_of(manifest, right, 500, {})
+    info = run.manifest.calibrations["cal"]
+    for method, kept, colour in (("residual", "", "residual"), ("own", "", "calibrated"), ("residual", "base", "calibrated")):
+        other = dataclasses.replace(info, method=method, selection={"kept": kept})
+        shown = DriftRun(run.path, dataclasses.replace(run.manifest, calibrations={"cal": other}))
+        shown._frames |= run._frames
+        found = headline(shown)
+        assert found.roles == {"merged": "merged", CAL: "calibrated" if kept else method}
+        html = str(headline_html(ReportHeadline.model_validate(found)))
+        assert f'<span class="dot {colour}"></span>cal' in html
+
+
 @pytest.mark.parametrize(("right", "is_near"), [(170, True), (260, False)])
 def test_an_expert_near_chance_is_the_headline(manifest: Manifest, right: int, is_near: bool) -> None:
     """With three classes, 34 % of 500 may be guessed; 52 % is not."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from driftlens.merging.method import merge_methods
-from driftlens.results.verdict import CONTENDERS, verdict
+from driftlens.results.verdict import _CONTENDERS, verdict
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify_files
@@ -61,9 +61,17 @@ def test_where_nothing_was_compared_a_comparison_is_next(folder: Path) -> None:
     command = shlex.split(verdict(open_run(folder)).command)
     assert command[:3] == ["driftlens", "merge", f"{folder}/spec.yaml"] and not of_merges(open_run(folder))
     assert command[command.index("--out") + 1] == f"{folder}/merges"
-    assert {*",".join(CONTENDERS.values()).split(",")} <= {*merge_methods}
-    assert all(not merge_methods[name].needs_samples for name in CONTENDERS[True].split(","))
-    assert not any(merge_methods[name].needs_base for name in CONTENDERS[False].split(","))
+    assert all(not merge_methods[name].needs_samples for name in _CONTENDERS[True])
+    assert not any(merge_methods[name].needs_base for name in _CONTENDERS[False])
+
+
+@pytest.mark.parametrize("own", ["tsv_m", "average", "task_arithmetic", None])
+def test_the_runs_own_merge_is_not_suggested_once_more(folder: Path, own: str | None) -> None:
+    with RunWriter.resume(folder) as writer:
+        writer.update_manifest(merge=None if own is None else OWN | {"method": own})
+    command = shlex.split(verdict(open_run(folder)).command)
+    suggested = command[command.index("--compare") + 1].split(",")
+    assert suggested == [method for method in ("average", "ties", "iso_c", "tsv_m") if method != own]
 
 
 def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -> None:
@@ -82,10 +90,12 @@ def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -
 
 
 def test_ties_are_named_and_a_ranking_on_training_samples_is_not_followed(folder: Path) -> None:
-    rows = row("average", 1, 0.4), row("ties", 2, 0.3) | {"is_tied": True}, row("iso_c", 3, 0.2)
+    ties = (row(method, place, 0.3) | {"is_tied": True} for place, method in ((2, "ties"), (3, "tsv_m"), (4, "base")))
+    rows = row("average", 1, 0.4), *ties, row("iso_c", 5, 0.2)
     compared(folder / "merges", *rows)
     run = open_run(folder)
-    assert "Not clearly farther: ties." in verdict(run).sentences and verdict(run).command.endswith("-average")
+    assert "Not clearly farther: ties, tsv_m, base." in verdict(run).sentences
+    assert verdict(run).command.endswith("-average")
     shutil.rmtree(folder / "merges")
     overlap = "experts were probably trained on the calibration samples: mean confidence 99.0 %, 90.0 %"
     compared(folder / "merges", *rows, trained_on=overlap)

@@ -134,11 +134,12 @@ def _show_resume_button(run: DriftRun, job: Job) -> None:
             last = CalibrationRequest(**job.settings)
             # Records are not trusted, so the path of the export is built here.
             is_one_run = Settings.from_environment().is_single_run
-            place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
+            place = None if last.save_weights is None or is_one_run else f"{run.path}-{job.name}"
             # The old calibration is kept until the new one is solved.
             stays = last.replace and job.name in run.manifest.calibrations
             paths = {"save_weights": place, "save_adapter": None, "rank": None}
-            start_and_rerun(calibrate_request(run, last.with_changes(resume=True, replace=stays, **paths)))
+            begun = last.with_changes(name=job.name, resume=True, replace=stays, **paths)
+            start_and_rerun(calibrate_request(run, begun))
 
 
 def _show_running_drift(run: DriftRun, view: JobStatus) -> None:
@@ -150,7 +151,8 @@ def _show_running_drift(run: DriftRun, view: JobStatus) -> None:
         # The page shows the first numbers while the job continues.
         st.rerun()
     if drifts := drift_so_far(view.job):
-        drawn = draw_running_drift(run, name, drifts, dark=current_selection().options().dark)
+        dark, method = current_selection().options().dark, view.job.settings.get("method") or ""
+        drawn = draw_running_drift(run, name, drifts, dark=dark, method=method)
         show_drawn_chart("running", run.id, drawn)
 
 

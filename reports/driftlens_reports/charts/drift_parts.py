@@ -95,7 +95,7 @@ def _draw_drift_parts(run: DriftRun, options: ChartOptions) -> Drawn:
         legend=[*_PARTS.values(), "drift e = m + p"],
         dark=options.dark,
     )
-    brush = theme.VariantPlotter(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     for panel, name in enumerate(shown):
         grid.add(panel, *_panel_traces(rows[rows["variant"] == name], brush, in_legend=panel == 0))
     grid.add_reference_lines("x", *panels.stream_boundaries(rows))

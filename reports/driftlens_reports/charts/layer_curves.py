@@ -75,7 +75,7 @@ def draw_layer_curves(
     rows: pd.DataFrame,
     *kinds: CurvePanel,
     dark: bool,
-    variants: Sequence[str] = (),
+    roles: Mapping[str, str] = MappingProxyType({}),
     below: Mapping[bool, Sequence[theme.TraceSettings]] = MappingProxyType({}),
     **settings: Any,
 ) -> go.Figure:
@@ -86,7 +86,7 @@ def draw_layer_curves(
         rows: rows of the layer table.
         kinds: what each panel of a row shows.
         dark: True for the dark theme.
-        variants: all variants, which decide colours; those of the run if empty.
+        roles: all variants with their roles, which decide colours; those of the run if empty.
         below: traces under the curves of the first panel, of the head under True, of other layers under False.
         settings: further arguments of `panel_grid`.
     """
@@ -106,7 +106,7 @@ def draw_layer_curves(
         dark=dark,
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
-    brush = theme.VariantPlotter(variants or run.variants, dark)
+    brush = theme.VariantPlotter(roles or run.roles, dark)
     for is_head, traces in below.items():
         grid.add(0, *traces, right=is_head)
     heads = separate_head(run, rows["layer"])
@@ -455,7 +455,7 @@ def _thin_task_curves(
 ) -> list[theme.TraceSettings]:
     """Return one thin drift curve per task; the selected tasks are emphasised."""
     selected = set(options.tasks or ())
-    brush = theme.VariantPlotter(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     thin = []
     for (variant, values), is_chosen in itertools.product(
         by_task.reset_index("layer").groupby("variant", sort=False), (False, True)
@@ -483,8 +483,18 @@ def _thin_task_curves(
     return thin
 
 
-def draw_running_drift(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
-    """Draw the mean drift by layer of the merged model and of the layers calibrated so far by a running job."""
+def draw_running_drift(
+    run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool, method: str = ""
+) -> Drawn:
+    """Draw the mean drift by layer of the merged model and of the layers calibrated so far by a running job.
+
+    Args:
+        run: the run.
+        name: name of the calibration.
+        drifts: mean drift by layer.
+        dark: True for the dark theme.
+        method: its method, which decides the colour; empty if its name begins with it.
+    """
     measured, variant = run.layers(), calibrated_variant(name)
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
@@ -494,8 +504,9 @@ def draw_running_drift(run: DriftRun, name: str, drifts: Mapping[int, float], *,
     title = panels.title_with_unit("mean L2 drift", "layers", "drift_l2_mean")
     kind = CurvePanel(_MEAN, title, panels.value_axis_settings(ChartOptions()), splits_head=True)
     # The style depends on the variants before it, so the line keeps it after the calibration.
-    names = dict.fromkeys([*run.variants, variant])
-    figure = draw_layer_curves(run, rows, kind, dark=dark, variants=[*names], titles=[""])
+    roles = {variant: method or name.partition("-")[0]} | run.roles
+    roles = {**run.roles, variant: roles[variant]}
+    figure = draw_layer_curves(run, rows, kind, dark=dark, roles=roles, titles=[""])
     figure.layout.uirevision = f"{run.id} running {name}"
     state = "No layer is calibrated yet."
     if drifts:

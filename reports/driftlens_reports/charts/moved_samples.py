@@ -40,7 +40,7 @@ def draw_moved_samples(run: DriftRun, options: ChartOptions) -> Drawn:
         legend=["expert", *names],
         dark=options.dark,
     )
-    brush = theme.VariantPlotter(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     for panel, name in enumerate(names):
         points = rows[rows["variant"] == name]
         ends = places.reindex(points["sample_id"])

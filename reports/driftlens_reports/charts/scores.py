@@ -64,7 +64,7 @@ def _draw_by_task(
     dark: bool,
 ) -> go.Figure:
     """Draw values by task with the variants next to one another: shares as bars, other values as points."""
-    traces, brush = list[theme.TraceSettings](), theme.VariantPlotter(run.variants, dark)
+    traces, brush = list[theme.TraceSettings](), theme.VariantPlotter(run.roles, dark)
     write, form = (format_percent, theme.SHARE) if as_bars else (format_number, theme.NUMBER)
     for name, of_variant in rows.groupby("variant", sort=False):
         # Apart by whether they have whiskers: plotly draws a missing one as one of no length.
@@ -242,7 +242,7 @@ def _draw_task_vector_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         height=310,
         dark=options.dark,
     )
-    brush = theme.VariantPlotter(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     for variant in map(str, params["variant"].unique()):
         for place, (rows, by) in enumerate([(layers, "layer"), (groups, "module group")]):
             part, is_layer = rows[rows["variant"] == variant], by == "layer"
@@ -345,7 +345,7 @@ def _draw_sweeps(run: DriftRun, options: ChartOptions) -> Drawn:
         below=20,  # for the titles of the x axes
         dark=options.dark,
     )
-    brush, curves = theme.VariantPlotter([_CALIBRATED], options.dark), []
+    brush, curves = theme.VariantPlotter({_CALIBRATED: "featcal"}, options.dark), []
     for panel, (setting, measure) in enumerate(pairs):
         curves.append(_points_by_task(rows[rows["sweep"] == setting], setting, measure.column))
         grid.add(panel, *_sweep_curves(curves[-1], setting, measure, brush))
@@ -454,7 +454,7 @@ def _draw_gain_against_cost(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _scored_models(run)
     is_made = rows["method"].notna()
     points = rows[is_made]
-    traces, brush = list[theme.TraceSettings](), theme.VariantPlotter(run.variants, options.dark)
+    traces, brush = list[theme.TraceSettings](), theme.VariantPlotter(run.roles, options.dark)
     # The middle of a logarithmic axis, from which names point inwards.
     middle = math.sqrt(points["seconds"].min() * points["seconds"].max())
     for index, row in points.iterrows():

@@ -63,7 +63,7 @@ def _draw_sample_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=[f"cosine, {words.variant_label(str(rivals[0])) if len(rivals) == 1 else 'others'}"],
         dark=options.dark,
     )
-    brush = theme.VariantPlotter(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
         trace = brush.scatter_trace(
             str(variant),
@@ -177,7 +177,7 @@ def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         below=42,  # for the lines of numbers
         dark=options.dark,
     )
-    brush = theme.VariantPlotter(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     for panel, variant in enumerate(names):
         points = drawn[drawn["variant"] == variant]
         cloud = brush.scatter_trace(
@@ -276,7 +276,7 @@ def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
         height=220,
         dark=options.dark,
     )
-    brush = theme.VariantPlotter(names, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     for panel, variant in enumerate(names):
         part = rows[rows["variant"] == variant]
         texts = [
@@ -368,7 +368,7 @@ def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
         legend=[words.variant_label(str(name)) for name in names],
     )
-    brush = theme.VariantPlotter(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.roles, options.dark)
     texts = (theme.escape_column(drawn["task"]) + ", " + theme.escape_column(drawn["sample_id"])).to_numpy()
     # Without a drift or a finite bound, a sample has no place on logarithmic axes.
     drawable = {name: (drawn[name] > 0) & np.isfinite(drawn[name]) & (drawn[_ACTUAL] > 0) for name in _ESTIMATES}

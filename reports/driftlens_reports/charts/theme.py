@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +30,7 @@ TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
 class Palette:
     """Colours of the light or the dark theme.
 
-    `roles`: of models, by `colour_role`; `outcomes`: of samples, in hues that no model has; `gap`: where a heatmap has
+    `roles`: of models, by method or kind; `outcomes`: of samples, in hues that no model has; `gap`: where a heatmap has
     no number; `tones`: of sentences. Colours of one mapping differ to every kind of colour vision.
     """
 
@@ -126,8 +125,6 @@ class VariantStyle:
     dash: str
 
 
-# Methods whose calibrations have a colour in every run, by the name of the calibration: FEATCAL, FEATCAL-2.
-_METHOD = re.compile("(featcal|residual|surgery|prob_surgery)(?![a-z])")
 # By role, the first symbol and dash; further variants of the role take the next ones.
 _SYMBOLS = (
     *("triangle-up", "circle", "square", "diamond", "triangle-down", "pentagon", "bowtie", "octagon"),
@@ -136,23 +133,28 @@ _SYMBOLS = (
 _DASHES = ("dot", "longdash", "dash", "solid", "10px,2px", "8px,2px,2px,2px", "2px,2px", "12px,4px", "dashdot")
 
 
-def colour_role(variant: str) -> str:
-    """Return the key of a variant's colour in `Palette.roles`: its method's for calibrations, else its kind."""
+def colour_role(roles: Mapping[str, str], variant: str) -> str:
+    """Return the key of a variant's colour in `Palette.roles`.
+
+    Args:
+        roles: the variants' roles, see `DriftRun.roles`; a method without a colour has that of `calibrated`.
+        variant: the variant; one without a role has that of its kind.
+    """
     kind = variant_kind(variant)
-    method = _METHOD.match(variant.partition(":")[2]) if kind == "calibrated" else None
-    return method[1] if method else kind
+    role = roles.get(variant, kind)
+    return role if role in LIGHT.roles else kind
 
 
-def variant_style(variants: Sequence[str], variant: str, *, dark: bool) -> VariantStyle:
+def variant_style(roles: Mapping[str, str], variant: str, *, dark: bool) -> VariantStyle:
     """Return the plot style of `variant`: its role's, darker or lighter for further variants of the same role.
 
     Args:
-        variants: all variants of the run.
+        roles: all variants of the run with their roles, see `DriftRun.roles`.
         variant: the variant to draw.
         dark: True for the dark theme.
     """
-    theme, role = palette(dark), colour_role(variant)
-    alike = [name for name in variants if colour_role(name) == role]
+    theme, role = palette(dark), colour_role(roles, variant)
+    alike = [name for name in roles if colour_role(roles, name) == role]
     rank, place = alike.index(variant) if variant in alike else 0, [*theme.roles].index(role)
     return VariantStyle(
         _mix_colours(theme.roles[role], theme.ink, 0.3 * (rank % 3)),
@@ -268,7 +270,7 @@ _MOST_SVG = 5000
 class VariantPlotter:
     """Creates the traces of a run's variants, each in its style and with one legend entry per figure."""
 
-    variants: Sequence[str]
+    roles: Mapping[str, str]
     dark: bool
     _in_legend: set[str] = field(default_factory=set, init=False)
 
@@ -279,7 +281,7 @@ class VariantPlotter:
 
     def style_of(self, variant: str) -> VariantStyle:
         """Return the plot style of a variant."""
-        return variant_style(self.variants, variant, dark=self.dark)
+        return variant_style(self.roles, variant, dark=self.dark)
 
     def legend_settings(self, group: str, name: str = "") -> dict[str, Any]:
         """Return trace settings by which traces of one group share one legend entry."""

@@ -243,8 +243,8 @@ def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_p
         "stages": [
             {
                 **{"name": name, "title": strip_control_chars(display_name(name)), "part": variant_kind(name)},
-                "role": colour_role(name),
-                "colours": [variant_style(run.variants, name, dark=dark).colour for dark in (False, True)],
+                "role": colour_role(run.roles, name),
+                "colours": [variant_style(run.roles, name, dark=dark).colour for dark in (False, True)],
             }
             for name in stages
         ],

@@ -242,7 +242,7 @@ def _model_tile_html(head: ReportHeadline, variant: str) -> Markup:
         '<dd class="ends">{}</dd></div>'
     ).format(
         name,
-        colour_role(variant),
+        colour_role(head.roles, variant),
         name,
         keep_units_together(text),
         keep_units_together(interval.removesuffix(")")) or head.measure,
@@ -278,13 +278,13 @@ def _score_bar_svg(head: ReportHeadline) -> Markup:
     path = [by_kind[kind] for kind in ("merged", "calibrated", "expert") if kind in by_kind]
     marks = [bar_segment(low, high, 2, "grid")]
     for before, after in itertools.pairwise(path):
-        colour = "gap" if after == "expert" else f"role-{colour_role(after)}"
+        colour = "gap" if after == "expert" else f"role-{colour_role(head.roles, after)}"
         marks.append(bar_segment(head.tiles[before].value, head.tiles[after].value, 10, colour))
     for name, mean in head.tiles.items():
         if is_measured(mean.low) and is_measured(mean.high):
-            marks.append(bar_segment(mean.low, mean.high, 3, f"role-{colour_role(name)}"))
+            marks.append(bar_segment(mean.low, mean.high, 3, f"role-{colour_role(head.roles, name)}"))
         dot = '<circle cx="{:.2f}%" cy="16" r="7" fill="var(--role-{})" stroke="var(--surface)" stroke-width="2"/>'
-        marks.append(Markup(dot).format(place(mean.value), colour_role(name)))
+        marks.append(Markup(dot).format(place(mean.value), colour_role(head.roles, name)))
     for x, anchor, value in ((2, "start", low), (98, "end", high)):
         text = Markup('<text x="{}%" y="42" text-anchor="{}" fill="var(--quiet)">{}</text>')
         marks.append(text.format(x, anchor, format_value(value, head.kind)))

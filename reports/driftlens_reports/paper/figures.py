@@ -127,7 +127,7 @@ def _draw_score_bars(
         where = np.arange(len(metrics)) + (place - (len(shown) - 1) / 2) * width
         # matplotlib needs a height; a missing score has a bar of 0 and no whisker.
         entries[variant_title(variant)] = axes.bar(
-            where, np.nan_to_num(ends["value"]), 0.92 * width, color=variant_colour(run.variants, variant)
+            where, np.nan_to_num(ends["value"]), 0.92 * width, color=variant_colour(run.roles, variant)
         )
         axes.vlines(where, ends["low"], ends["high"], color="#222222", linewidth=rcParams["axes.linewidth"])
         counts |= {score.n for score in scores if score.n}
@@ -199,7 +199,7 @@ def _draw_scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
     entries = {
-        variant_title(name): Line2D([], [], linestyle="", **marker_style(run.variants, name))
+        variant_title(name): Line2D([], [], linestyle="", **marker_style(run.roles, name))
         for name in ["expert", *variants]
     }
     add_legend(plate.figure, entries)
@@ -294,7 +294,7 @@ def _draw_paired_points(
     thin = 0.7 * rcParams["axes.linewidth"]
     axes.add_collection(LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=thin, zorder=1))
     for name, places in zip(points, ends, strict=True):
-        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marker_style(run.variants, name))
+        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marker_style(run.roles, name))
         # Smaller, so that many points do not hide one another.
         dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
         x, y = places.T
@@ -327,7 +327,7 @@ def _draw_norms_by_layer(
         rows = run.layers(task, variant).sort_values("layer")
         for axes, chosen in ((body, ~rows["layer"].isin(heads)), (head, rows["layer"].isin(heads))):
             layers, values = rows.loc[chosen, "layer"], rows.loc[chosen, column].astype(float)
-            (line,) = axes.plot(layers, values, **line_style(run.variants, variant))
+            (line,) = axes.plot(layers, values, **line_style(run.roles, variant))
             entries.setdefault(variant_title(variant), line)
             if band:
                 low, high = (rows.loc[chosen, end].astype(float) for end in band)
@@ -409,7 +409,7 @@ def _draw_layer_curve(
 ) -> Artist:
     """Draw one column over the layers of a variant and record the plotted numbers."""
     rows = run.layers(task, variant).sort_values("layer")
-    (line,) = axes.plot(rows["layer"], rows[column].astype(float), **line_style(run.variants, variant))
+    (line,) = axes.plot(rows["layer"], rows[column].astype(float), **line_style(run.roles, variant))
     plate.record(panel, run, rows[[column]], task=task, variant=variant, layer=rows["layer"].to_numpy())
     return line
 
@@ -485,7 +485,7 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
 
 def _draw_share_bars(plate: PaperFigure, axes: Axes, run: DriftRun, panel: str, task: str, variant: str) -> None:
     rows = run.layers(task, variant).sort_values("layer")
-    layers, colour = rows["layer"].to_numpy(), variant_colour(run.variants, variant)
+    layers, colour = rows["layer"].to_numpy(), variant_colour(run.roles, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
     axes.bar(layers - 0.2, np.nan_to_num(carried), 0.38, color=colour)
     axes.bar(layers + 0.2, np.nan_to_num(swapped), 0.38, color=colour, alpha=_LIGHT)
@@ -518,7 +518,7 @@ def _draw_amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     entries: dict[str, Artist] = {}
     heads = [layer.index for layer in run.manifest.layers if layer.role == "head"]
     for variant in variants:
-        rows, style = run.layers(task, variant).sort_values("layer"), line_style(run.variants, variant)
+        rows, style = run.layers(task, variant).sort_values("layer"), line_style(run.roles, variant)
         for axes, chosen in ((body, ~rows["layer"].isin(heads)), (head, rows["layer"].isin(heads))):
             layers = rows.loc[chosen, "layer"].to_numpy()
             middle, low, high, error, gain = rows.loc[chosen, [*_GAINS]].astype(float).to_numpy().T

@@ -138,22 +138,22 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
         figure.legend([*entries.values()], names, loc="outside upper center", ncols=columns)
 
 
-def variant_colour(variants: Sequence[str], variant: str) -> str:
+def variant_colour(roles: Mapping[str, str], variant: str) -> str:
     """Return the colour of a variant, the same as in HTML reports."""
-    return variant_style(variants, variant, dark=False).colour
+    return variant_style(roles, variant, dark=False).colour
 
 
-def marker_style(variants: Sequence[str], variant: str) -> dict[str, Any]:
+def marker_style(roles: Mapping[str, str], variant: str) -> dict[str, Any]:
     """Return the matplotlib marker style of a variant; the expert's markers are hollow."""
-    style = variant_style(variants, variant, dark=False)
+    style = variant_style(roles, variant, dark=False)
     face = "none" if variant == "expert" else style.colour
     return {"marker": _MARKERS[style.symbol], "markerfacecolor": face, "markeredgecolor": style.colour}
 
 
-def line_style(variants: Sequence[str], variant: str) -> dict[str, Any]:
+def line_style(roles: Mapping[str, str], variant: str) -> dict[str, Any]:
     """Return colour, dash and markers of a variant's curve, for matplotlib."""
-    style = variant_style(variants, variant, dark=False)
-    return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marker_style(variants, variant)}
+    style = variant_style(roles, variant, dark=False)
+    return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marker_style(roles, variant)}
 
 
 def draw_guide_line(axes: Axes, height: float) -> None:

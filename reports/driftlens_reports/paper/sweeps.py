@@ -130,7 +130,7 @@ def _draw_sweep_curves(
     methods = {run.id: swept_methods(run, factor) if factor == "n" else ["featcal"] for run in runs}
     every = [(run, method) for run in runs for method in methods[run.id]]
     # One name per line, by which lines of one method differ in their shade, marker and dash.
-    lines = [f"calibrated:{method}-{number}" for number, (_, method) in enumerate(every)]
+    lines = {f"calibrated:{method}-{number}": method for number, (_, method) in enumerate(every)}
     for (run, method), line in zip(every, lines, strict=True):
         points = _accuracy_by_setting(run, factor, options.tasks_of(run), method)
         # A logarithmic axis has no 0.

@@ -178,7 +178,7 @@ def rows_of(**columns: list[float]) -> pd.DataFrame:
     return pd.DataFrame({**columns, "layer": range(1, size + 1)}).assign(**keys)
 
 
-BRUSH = VariantPlotter(["merged"], dark=False)
+BRUSH = VariantPlotter({"merged": "merged"}, dark=False)
 
 
 def test_a_null_is_a_gap() -> None:

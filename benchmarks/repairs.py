@@ -103,7 +103,9 @@ def complete(
     import driftlens as dl
 
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"models": {}, "costs": {}}
-    lacking = {title: options for title, options in wanted.items() if title not in known["models"]}
+    # The choice comes first, because calibrations that a run already has are candidates of it.
+    order = sorted(wanted.items(), key=lambda item: "auto" not in item[1])
+    lacking = {title: options for title, options in order if title not in known["models"]}
     if not lacking:
         return
     with tempfile.TemporaryDirectory() as place:

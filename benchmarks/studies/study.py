@@ -180,7 +180,9 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             for picture in PICTURES:
                 drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
-        models = {model: {task: measured_values(run, model, task, study.metric) for task in study.tasks} for model in MODELS}
+        models = {
+            model: {task: measured_values(run, model, task, study.metric) for task in study.tasks} for model in MODELS
+        }
         kept.write_text(json.dumps({"models": models, "seconds": seconds}), encoding="utf-8")
         if not is_first:
             shutil.rmtree(place)

@@ -396,11 +396,11 @@ def choose_calibrator(
     has_views = any(samples.views is not None for samples in study.calibration_sets.values())
     candidates = _candidate_models(start, counts, others=others, has_base=study.has_base, has_views=has_views)
     candidates = [*_existing_candidates(study, start, sites, existing, candidates, others=others), *candidates]
-    shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
-    if shares is _SHARES:
+    shares = [1.0] if share is None or not study.has_base else [share]
+    if study.has_base and share is None:
         factors = {float(info.interpolation.get("share", 1.0)) for info in existing.values()}
-        # First, because the last one is that of merges.
-        shares = (*sorted(factors - {0.0, *_SHARES}), *_SHARES)
+        # The last one is that of merges.
+        shares = [*sorted(factors - {0.0, *_SHARES}), *_SHARES]
     total = sum(candidate.work for candidate in candidates)
     progress = CombinedProgress(reporter, total)
     measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
@@ -499,11 +499,11 @@ def _existing_candidates(
     chain, added = study.pool.chain, list[_Candidate]()
     present = {task: str(drawn.views or "none") for task, drawn in study.calibration_sets.items()}
     for name, info in existing.items():
-        kind = calibrators[info.method] if info.method in calibrators else None
         by_task = {task: info.views.get(task, "none") for task in present}
-        if info.kept or kind is None or not kind.takes_sites or (by_task != present and len({*by_task.values()}) > 1):
+        if info.kept or (by_task != present and len({*by_task.values()}) > 1):
             continue
         try:
+            kind = calibrators[info.method]
             repair = kind(**resolve_settings(kind, info.settings, info.method))
             repair.check(has_base=study.has_base)
             solved = select_sites(chain, layers=info.layers, sites=info.sites or None, update=repair.update)
@@ -517,15 +517,13 @@ def _existing_candidates(
             for other in [*candidates, *added]
         )
         is_asked = others or isinstance(repair, type(start))
-        if is_new and is_asked and solved == sites_to_update(chain, sites, repair.update):
+        if is_new and is_asked and kind.takes_sites and solved == sites_to_update(chain, sites, repair.update):
             found = _repair_candidate(f"calibration {name}", start, repair, views)
             added.append(found._replace(title=f"{found.title} (from {found.name})"))
     return added
 
 
-def _repair_candidate(
-    name: str, start: Calibrator, calibrator: Calibrator, views: Views | None = None
-) -> _Candidate:
+def _repair_candidate(name: str, start: Calibrator, calibrator: Calibrator, views: Views | None = None) -> _Candidate:
     copies = 0 if views is None else views.count
     title = _candidate_title(name, calibrator, start)
     title += f" and {pluralize(copies, 'view')} of every sample" * bool(copies)

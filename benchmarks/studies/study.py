@@ -1,11 +1,13 @@
-"""Run a study: train experts, merge, repair over draws of samples, score, check the files, draw, and write results.md.
+"""Run a study: train experts, merge, repair over draws of samples, score, check the files and draw pictures.
 
-Each step is kept in the study's folder and skipped when it is there, so a study that was killed goes on where it was.
+Each step is kept in the study's folder and skipped when it is there, so a study that was killed continues where it was.
+`results.json` has the numbers, of which `benchmarks.studies.pages` writes the pages in docs.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import pathlib
 import shutil
@@ -19,11 +21,12 @@ from typing import Any
 import numpy as np
 
 import driftlens as dl
+from benchmarks.figures import machine
 from benchmarks.repairs import Found, measured_values, paired_change
 from benchmarks.studies.packages import TASKS, Rows, read_rows
 from driftlens.pipelines.model_selection import mean_over_samples
-from driftlens.results.formatting import format_estimate
 from driftlens.results.verdict import verdict
+from driftlens.utils.files import write_json_atomic, write_text_atomic
 from driftlens.utils.intervals import mean_over_tasks
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
@@ -41,6 +44,8 @@ MODELS = ("base", "expert", "merged", *(f"calibrated:{name}" for name in REPAIRS
 PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
+RESULTS = "results.json"
+NUM_DIAGNOSIS = 64  # texts per task whose drift is measured
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,14 @@ class Study:
 
     Attributes:
         name: module of the study.
+        title: the base's name and the kind of its experts.
+        about: a sentence on the base.
+        experts: sentences on how experts are trained and scored; `{steps}` is the number of steps.
+        packages: packages of a registry that contain the base.
+        libraries: packages to install, next to DriftLens, to run the study.
         loader: `architecture.loader` of the spec.
         metric: the score.
+        second: another measure of each test text.
         unpack: writes the base's folder from the folder of packages.
         write_texts: writes the tasks' texts from the folder of packages.
         train: trains an expert from base, folder, rows, steps and seed.
@@ -61,8 +72,14 @@ class Study:
     """
 
     name: str
+    title: str
+    about: str
+    experts: str
+    packages: Sequence[str]
+    libraries: Sequence[str]
     loader: str
     metric: str
+    second: str
     unpack: Callable[[pathlib.Path, pathlib.Path], None]
     write_texts: Callable[[pathlib.Path, pathlib.Path], None]
     train: Callable[[pathlib.Path, pathlib.Path, Rows, int, int], None]
@@ -73,7 +90,7 @@ class Study:
 
 
 def main(study: Study, words: Sequence[str] | None = None) -> None:
-    """Run what the folder lacks of a study and print its tables."""
+    """Run what the folder lacks of a study and write its results."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.studies.{study.name}")
     parser.add_argument("--folder", type=pathlib.Path, required=True, help="where everything is kept")
     parser.add_argument("--packages", type=pathlib.Path, help="where `pip download` put the packages; default: FOLDER")
@@ -81,33 +98,32 @@ def main(study: Study, words: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=pathlib.Path, help="TASK/{train,calibration,test}.jsonl of `text`, `target`")
     parser.add_argument("--steps", type=int, default=study.steps, help="of training an expert")
     parser.add_argument("--samples", type=int, default=64, help="calibration texts per task")
-    parser.add_argument("--tests", type=int, default=400, help="test texts per task")
+    parser.add_argument("--tests", type=int, default=200, help="test texts per task")
     parser.add_argument("--draws", type=int, default=5, help="draws of calibration texts for the first merge")
     arguments = parser.parse_args(words)
-    packages = arguments.packages or arguments.folder
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    base = arguments.base or make_once(arguments.folder / "base", lambda out: study.unpack(packages, out))
-    texts = arguments.texts or make_once(arguments.folder / "texts", lambda out: study.write_texts(packages, out))
+    folder = arguments.folder
+    packages = arguments.packages or folder
+    folder.mkdir(parents=True, exist_ok=True)
+    base = arguments.base or make_once(folder / "base", lambda out: study.unpack(packages, out))
+    texts = arguments.texts or make_once(folder / "texts", lambda out: study.write_texts(packages, out))
     experts = {}
     for seed, task in enumerate(study.tasks):
-        rows = read_rows(texts / task / "train.jsonl")
+        rows, started = read_rows(texts / task / "train.jsonl"), time.process_time()
         experts[task] = make_once(
-            arguments.folder / "experts" / task,
+            folder / "experts" / task,
             lambda out, rows=rows, seed=seed: study.train(base, out, rows, arguments.steps, seed),
         )
+        add_seconds(folder, "training", started)
     spec = write_spec(study, base, experts, texts, arguments)
-    checklist = arguments.folder / "checklist.txt"
+    checklist = folder / "checklist.txt"
     if not checklist.exists():
-        checklist.write_text(check_files(base, experts), encoding="utf-8")
+        write_text_atomic(checklist, check_files(base, experts))
     cells = [("average", draw) for draw in range(arguments.draws)] + [(name, 0) for name in [*MERGES][1:]]
-    measured = {cell: measure_cell(study, spec, *cell, arguments.folder) for cell in cells}
-    lines = [f"# {study.name}", "", score_table(study, measured), "", task_table(study, measured)]
-    lines += ["", (arguments.folder / "verdict.txt").read_text(encoding="utf-8")]
-    lines += ["## Scores in the base's own library", "", *confirm(study, texts, arguments)]
-    lines += ["", "## Checklist", "", "```text", checklist.read_text(encoding="utf-8").rstrip(), "```"]
-    page = "\n".join(lines) + "\n"
-    (arguments.folder / "results.md").write_text(page, encoding="utf-8")
-    print(page)
+    measured = {cell: measure_cell(study, spec, *cell, folder) for cell in cells}
+    settings = {name: getattr(arguments, name) for name in ("steps", "samples", "tests", "draws")}
+    confirmed = confirm(study, texts, arguments)
+    write_json_atomic(folder / RESULTS, results_of(study, measured, folder) | {**settings, "library": confirmed})
+    print(f"`python -m benchmarks.studies.pages {folder}` writes the page of {folder / RESULTS}")
 
 
 def make_once(out: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
@@ -116,11 +132,18 @@ def make_once(out: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathli
         unfinished = out.with_name(f"{out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        started = time.process_time()
         make(unfinished)
         unfinished.rename(out)
-        print(f"made {out.name} in {time.process_time() - started:.0f} s of processor time", flush=True)
+        print(f"made {out.name}", flush=True)
     return out
+
+
+def add_seconds(folder: pathlib.Path, step: str, started: float) -> None:
+    """Add the CPU time since `started` to that of a kind of step, in `seconds.json`."""
+    file = folder / "seconds.json"
+    spent = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    spent[step] = spent.get(step, 0.0) + time.process_time() - started
+    write_json_atomic(file, spent)
 
 
 def write_spec(
@@ -131,7 +154,7 @@ def write_spec(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the run spec of a study, without merge and seed."""
-    counts = {"n": arguments.samples, "n_diagnosis": min(128, arguments.tests), "n_test": arguments.tests}
+    counts = {"n": arguments.samples, "n_diagnosis": min(NUM_DIAGNOSIS, arguments.tests), "n_test": arguments.tests}
     return {
         "version": 1,
         "name": study.name,
@@ -156,103 +179,117 @@ def check_files(base: pathlib.Path, experts: Mapping[str, pathlib.Path]) -> str:
 
 
 def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, folder: pathlib.Path) -> dict[str, Any]:
-    """Return scores, KL and drift of all models for one merge and one draw; the run itself is kept for the first."""
+    """Return scores and drift of all models for one merge and one draw; the run itself is kept for the first."""
     kept = folder / "cells" / f"{merge}-{draw}.json"
     if not kept.exists():
         kept.parent.mkdir(exist_ok=True)
         place = folder / "runs" / f"{merge}-{draw}"
         data = {**spec["data"], "defaults": {**spec["data"]["defaults"], "seed": draw}}
         is_first = merge == "average" and draw == 0
-        metrics = {**spec["metrics"], "contributions": is_first}
-        started = time.process_time()
+        metrics = {**spec["metrics"], "contributions": is_first, "prefix": is_first}
         given = {**spec, "merge": MERGES[merge], "data": data, "metrics": metrics}
+        begun = started = time.process_time()
         run = dl.analyze(given, out=place, progress="none", resume=place.is_dir())
-        seconds = {"analysis": time.process_time() - started}
-        for name, request in REPAIRS.items():
+        add_seconds(folder, "analysis", started)
+        # The choice comes first, because calibrations that a run already has are candidates of it.
+        for name, request in reversed(REPAIRS.items()):
             started = time.process_time()
             if is_first and f"calibrated:{name}" in SAVED:
                 request = {**request, "save_weights": folder / "saved" / name, "out_dtype": "float32"}
             run = dl.calibrate(run, name=name, **request, resume=True, attribution=is_first, progress="none")
-            seconds[name] = time.process_time() - started
+            add_seconds(folder, name, started)
         if is_first:
             dl.merge(given, out=folder / "saved" / "merged", out_dtype="float32", progress="none")
-            (folder / "verdict.txt").write_text("\n".join(verdict(run).sentences) + "\n", encoding="utf-8")
+            # The last sentence is a command for this machine's folder.
+            said = [sentence for sentence in verdict(run).sentences if not sentence.startswith("Next: ")]
+            write_json_atomic(folder / "verdict.json", said)
             for picture in PICTURES:
                 drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
-        models = {
-            model: {task: measured_values(run, model, task, study.metric) for task in study.tasks} for model in MODELS
-        }
-        kept.write_text(json.dumps({"models": models, "seconds": seconds}), encoding="utf-8")
+        models = {model: {task: measure_model(study, run, model, task) for task in study.tasks} for model in MODELS}
+        selection = run.manifest.calibrations["auto"].selection
+        titles = {entry["name"]: entry["title"] for entry in selection["compared"]}
+        # The KL divergence of embeddings is not a number.
+        write_json_atomic(kept, {"models": models, "chosen": titles[selection["choice"]]}, allow_nan=True)
         if not is_first:
             shutil.rmtree(place)
-        print(f"{merge}, draw {draw}: {sum(seconds.values()):.0f} s of processor time", flush=True)
+        print(f"{merge}, draw {draw}: {time.process_time() - begun:.0f} s of CPU time", flush=True)
     content: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
     return content
 
 
-def score_table(study: Study, measured: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:
-    """Return a row per merge and model: mean score with interval, gains over base, merge and average, final drift."""
+def measure_model(study: Study, run: Any, model: str, task: str) -> dict[str, list[float]]:
+    """Return both scores of each test text, and the final drift, of one model."""
+    rows = run.scores(task=task, variant=model).sort_values("sample_id")
+    second = [float(value) for value in rows[rows["metric"] == study.second]["value"]]
+    return {**measured_values(run, model, task, study.metric), "second": second}
+
+
+def results_of(
+    study: Study, measured: Mapping[tuple[str, int], Mapping[str, Any]], folder: pathlib.Path
+) -> dict[str, Any]:
+    """Return what pages say of a study: scores and gains as value, low and high end, means of tasks, and notes.
+
+    Args:
+        study: the study.
+        measured: cells by merge and draw.
+        folder: where the study's other results are kept.
+    """
     draws_of: dict[str, list[Found]] = {}
     for (merge, _), cell in measured.items():
         draws_of.setdefault(merge, []).append(cell["models"])
-    lines = [
-        f"| merge | model | {study.metric} | against base | against the merge | against average | relative drift |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    models = []
     for merge, draws in draws_of.items():
-        average = draws_of["average"][: len(draws)]
         for model in MODELS:
-            scores = [
-                mean_over_samples(np.mean([draw[model][task]["score"] for draw in draws], axis=0))
-                for task in study.tasks
+            # What a gain is measured against: the average is that of the same draws.
+            pairs = {
+                start: [{"from": draw[start], "to": draw[model]} for draw in draws] for start in ("base", "merged")
+            }
+            averages = draws_of["average"][: len(draws)]
+            pairs["average"] = [
+                {"from": mean["merged"], "to": draw[model]} for mean, draw in zip(averages, draws, strict=True)
             ]
-            cells = [merge, model, format_estimate(mean_over_tasks(scores), "share")]
-            cells += [_gain(draws, "base", model), _gain(draws, "merged", model)]
-            beside = [
-                {"average": mean["merged"], "model": draw[model]} for mean, draw in zip(average, draws, strict=True)
-            ]
-            cells.append(format_estimate(paired_change(beside, "average", "model", "score"), "points"))
-            drift = np.mean([draw[model][task]["drift"] for draw in draws for task in study.tasks])
-            lines.append(f"| {' | '.join([*cells, f'{drift:.3f}'])} |")
-    return "\n".join(lines)
+            drifts = [draw[model][task]["drift"] for draw in draws for task in study.tasks]
+            row = {"merge": merge, "model": model, "draws": len(draws), "drift": float(np.mean(drifts))}
+            for measure in ("score", "second"):
+                by_task = [np.mean([draw[model][task][measure] for draw in draws], axis=0) for task in study.tasks]
+                row[measure] = mean_over_tasks([*map(mean_over_samples, by_task)]).ends
+                row |= {
+                    f"{measure} against {start}": paired_change(pair, "from", "to", measure).ends
+                    for start, pair in pairs.items()
+                }
+            models.append(row)
+    first = {
+        task: {model: float(np.mean([draw[model][task]["score"] for draw in draws_of["average"]])) for model in MODELS}
+        for task in study.tasks
+    }
+    run = dl.open_run(folder / "runs" / "average-0")
+    return {
+        "name": study.name,
+        "title": study.title,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine("cpu"),
+        "versions": {name: run.manifest.versions.get(name, "") for name in ("torch", "transformers")},
+        "seconds": json.loads((folder / "seconds.json").read_text(encoding="utf-8")),
+        "models": models,
+        "by_task": first,
+        "chosen": {f"{merge}, draw {draw}": cell["chosen"] for (merge, draw), cell in measured.items()},
+        "verdict": json.loads((folder / "verdict.json").read_text(encoding="utf-8")),
+        "checklist": (folder / "checklist.txt").read_text(encoding="utf-8"),
+    }
 
 
-def _gain(draws: Sequence[Found], start: str, model: str) -> str:
-    return "-" if start == model else format_estimate(paired_change(draws, start, model, "score"), "points")
-
-
-def task_table(study: Study, measured: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:
-    """Return a row per task of the first merge: mean scores over draws."""
-    draws = [cell["models"] for (merge, _), cell in measured.items() if merge == "average"]
-    lines = [f"| average, by task | {' | '.join(MODELS)} |", f"|---{'|---' * len(MODELS)}|"]
-    for task in study.tasks:
-        means = [np.mean([draw[model][task]["score"] for draw in draws]) for model in MODELS]
-        lines.append(f"| {task} | {' | '.join(f'{100 * mean:.1f} %' for mean in means)} |")
-    return "\n".join(lines)
-
-
-def confirm(study: Study, texts: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
-    """Return a line per saved model and task: the score here and in the base's own library, from the saved folder."""
+def confirm(study: Study, texts: pathlib.Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the score of each saved model and task, here and in the base's own library from the saved folder."""
     kept = arguments.folder / "confirmed.json"
     if not kept.exists():
-        found = {
-            f"{model}, {task}": float(
-                np.mean(
-                    study.score_in_library(
-                        arguments.folder / "saved" / model.removeprefix("calibrated:"), texts / task, arguments.tests
-                    )
-                )
-            )
-            for model in SAVED
-            for task in study.tasks
-        }
-        kept.write_text(json.dumps(found), encoding="utf-8")
-    confirmed = json.loads(kept.read_text(encoding="utf-8"))
-    models = json.loads((arguments.folder / "cells" / "average-0.json").read_text(encoding="utf-8"))["models"]
-    lines = ["| model, task | DriftLens | library |", "|---|---|---|"]
-    for name, score in confirmed.items():
-        model, task = name.split(", ")
-        ours = np.mean(models[model][task]["score"])
-        lines.append(f"| {name} | {100 * ours:.2f} % | {100 * score:.2f} % |")
-    return lines
+        models = json.loads((arguments.folder / "cells" / "average-0.json").read_text(encoding="utf-8"))["models"]
+        found = {}
+        for model in SAVED:
+            saved = arguments.folder / "saved" / model.removeprefix("calibrated:")
+            for task in study.tasks:
+                scores = study.score_in_library(saved, texts / task, arguments.tests)
+                found[f"{model}, {task}"] = [float(np.mean(models[model][task]["score"])), float(np.mean(scores))]
+        write_json_atomic(kept, found)
+    content: dict[str, list[float]] = json.loads(kept.read_text(encoding="utf-8"))
+    return content

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.studies.packages import Rows
+from benchmarks.studies.packages import Rows, require_installed
 
 PROMPT = "{text}\nanswer:"
 MAX_TOKENS = 48
@@ -89,6 +89,7 @@ def train_adapter(base: pathlib.Path, out: pathlib.Path, rows: Rows, steps: int,
         steps: optimizer steps of 8 texts.
         seed: of the adapter and of the draws.
     """
+    require_installed("peft")
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,0 +1,320 @@
+"""Write the pages of studies in docs: `python -m benchmarks.studies.pages [KEPT ...]`.
+
+KEPT are folders of finished studies. Their results and pictures are copied into `benchmarks/studies/results` and
+`docs/assets/studies`, from which all pages are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from benchmarks.studies.packages import ABOUT_TASKS, TEXTS, download_command
+from benchmarks.studies.study import MODELS, PICTURES, REPAIRS, RESULTS, Study
+from driftlens.results.formatting import Kind, format_estimate, format_percent
+from driftlens.utils.intervals import Interval
+from driftlens.utils.variants import METRICS, calibrated_variant
+
+STORED = pathlib.Path(__file__).with_name("results")
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+NAMES = ("mpnet", "minilm", "gemma", "smollm")
+TITLES = {
+    "base": "base",
+    "expert": "experts",
+    "merged": "merged",
+    "calibrated:featcal": "FeatCal",
+    "calibrated:residual": "residual calibration",
+    "calibrated:auto": "`--auto`",
+    "average": "average",
+    "task_arithmetic": "Task Arithmetic, 0.3",
+    "tsv_m": "TSV-M",
+}
+STARTS = {"base": "the base", "merged": "the merge", "average": "the average"}
+CALIBRATED = tuple(map(calibrated_variant, REPAIRS))
+CAPTIONS = {
+    "decomposition": "Drift by layer: local mismatch and propagation, merged and repaired",
+    "contributions": "Sources: the layers that the final drift comes from",
+    "scatter-grid": "Samples moving: final features of merged and repaired model, next to the experts'",
+    "intro": "Features, drift by layer, and scores of all tasks with 95 % intervals",
+}
+Results = Mapping[str, Any]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Copy results of finished studies and write the pages of all stored ones."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.pages", description=__doc__)
+    parser.add_argument("kept", nargs="*", type=pathlib.Path, help="folders of finished studies")
+    for folder in parser.parse_args(words).kept:
+        copy_results(folder)
+    stored = read_stored()
+    for name, results in stored.items():
+        study = importlib.import_module(f"benchmarks.studies.{name}").STUDY
+        (DOCS / f"study-{name}.md").write_text(study_page(study, results), encoding="utf-8")
+    (DOCS / "studies.md").write_text(overview(stored), encoding="utf-8")
+
+
+def read_stored() -> dict[str, Results]:
+    """Return the stored results by study."""
+    files = {name: STORED / f"{name}.json" for name in NAMES}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+
+
+def copy_results(folder: pathlib.Path) -> None:
+    """Copy the results of a finished study, and its pictures as WebP."""
+    file = folder / RESULTS
+    if not file.exists():
+        raise SystemExit(f"{folder} has no {RESULTS}; run the study to its end first")
+    name = json.loads(file.read_text(encoding="utf-8"))["name"]
+    STORED.mkdir(exist_ok=True)
+    shutil.copyfile(file, STORED / f"{name}.json")
+    pictures = DOCS / "assets" / "studies"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for picture in PICTURES:
+        with Image.open(folder / f"{picture}.png") as image:
+            image.convert("RGB").save(pictures / f"{name}-{picture}.webp", quality=80)
+
+
+def study_page(study: Study, results: Results) -> str:
+    """Return the page of a study.
+
+    Args:
+        study: the study.
+        results: its results.
+    """
+    number, draws = len(study.tasks), results["draws"]
+    average = rows_of(results, "average")
+    shown = {model: format_percent(row["score"][0]) for model, row in average.items()}
+    tasks = "; ".join(f"`{task}`: {ABOUT_TASKS[task]}" for task in study.tasks)
+    metric, second, _ = measures_of(study)
+    calibrated = ", ".join(f"{TITLES[model]} {shown[model]}" for model in CALIBRATED)
+    lines = [
+        f"# {study.title}",
+        "",
+        *unclear_lines([results]),
+        f"The average of four experts has {shown['merged']} {metric}, the base {shown['base']}, the experts "
+        f"{shown['expert']}. Repaired from {results['samples']} unlabelled texts per task: {calibrated}. "
+        "[All studies](studies.md).",
+        "",
+        f"{study.about} {study.experts.format(steps=results['steps'])}",
+        "",
+        f"Texts are those of the package `{TEXTS}` (Hutto and Gilbert 2014). The tasks are {tasks}. Each has "
+        f"{results['tests']} test texts; within a task, calibration, training and test share no text.",
+        "",
+        "## Scores",
+        "",
+        f"Means over {number} tasks, {number * results['tests']} test texts and {draws} draws of calibration texts, "
+        "with 95 % intervals over test texts. Gains are paired by text, in percentage points. Drift is the relative "
+        "drift of the final feature.",
+        "",
+        f"| average of experts | {metric} | {second} | against the base | against the merge | drift |",
+        "|---|---|---|---|---|---|",
+        *(score_row(study, average[model], ("base", "merged")) for model in MODELS),
+        "",
+        f"| {metric} by task | {' | '.join(TITLES[model] for model in MODELS)} |",
+        f"|---{'|---' * len(MODELS)}|",
+        *(
+            f"| `{task}` | {' | '.join(format_percent(means[model]) for model in MODELS)} |"
+            for task, means in results["by_task"].items()
+        ),
+        "",
+        picture(study, "intro"),
+        "",
+        "Other merges, of one draw:",
+        "",
+        f"| merge | model | {metric} | against the base | against the merge | against the average |",
+        "|---|---|---|---|---|---|",
+        *other_rows(results),
+        "",
+        f"`--auto` chose {chosen_text(results)}.",
+        "",
+        "## Where drift starts",
+        "",
+        f"The first draw of the average: {' '.join(results['verdict'])}",
+        "",
+        *(f"{picture(study, name)}\n" for name in PICTURES[:-1]),
+        "## Checks and cost",
+        "",
+        library_sentence(study, results),
+        "",
+        f"{cost_sentence(results)} `driftlens why` on base and experts reports:",
+        "",
+        f"```text\n{results['checklist'].rstrip()}\n```",
+        "",
+        "## Repeat it",
+        "",
+        "```bash",
+        download_command(pathlib.Path("packages"), [*study.packages, TEXTS]),
+        f"python -m benchmarks.studies.{study.name} --folder kept --packages packages",
+        "```",
+        "",
+        f"The second command runs in a checkout of DriftLens with {listed([f'`{name}`' for name in study.libraries])} "
+        f"installed. Seeds are 0 to {number - 1} for the experts, 0 to {draws - 1} for the draws and 0 for the split "
+        "of the texts. After a kill, the same command continues where the study was.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def rows_of(results: Results, merge: str) -> dict[str, Results]:
+    """Return the rows of a merge by model."""
+    return {row["model"]: row for row in results["models"] if row["merge"] == merge}
+
+
+def merges_of(results: Results) -> list[str]:
+    """Return the merges of a study, the average first."""
+    return list(dict.fromkeys(row["merge"] for row in results["models"]))
+
+
+def measures_of(study: Study) -> tuple[str, str, Kind]:
+    """Return the titles of both measures, and the format of the second."""
+    if study.second == "perplexity":  # scores of single texts are its logarithms
+        return METRICS[study.metric].title, "negative log-likelihood, nat", "number"
+    return METRICS[study.metric].title, METRICS[study.second].title, "share"
+
+
+def score_row(study: Study, row: Results, starts: Sequence[str]) -> str:
+    """Return a row of the first table.
+
+    Args:
+        study: the study.
+        row: a model's results.
+        starts: the models that gains are measured against.
+    """
+    cells = [TITLES[row["model"]], format_estimate(Interval(*row["score"]), "share")]
+    cells.append(format_estimate(Interval(*row["second"]), measures_of(study)[2]))
+    cells += [gain(row, start) if row["model"] != start else "–" for start in starts]
+    cells.append(f"{row['drift']:.3f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def gain(row: Results, start: str) -> str:
+    """Return the gain of a model over another, in points with its interval."""
+    return format_estimate(Interval(*row[f"score against {start}"]), "points")
+
+
+def other_rows(results: Results) -> Iterator[str]:
+    """Yield the rows of the second table."""
+    for merge in merges_of(results)[1:]:
+        rows = rows_of(results, merge)
+        for model in ("merged", *CALIBRATED):
+            gains = [gain(rows[model], start) if model != start else "–" for start in STARTS]
+            score = format_estimate(Interval(*rows[model]["score"]), "share")
+            yield f"| {' | '.join([TITLES[merge], TITLES[model], score, *gains])} |"
+
+
+def unclear_gains(results: Results, model: str, merge: str) -> list[str]:
+    """Return what a repaired merge is not clearly better than: the 95 % interval of the gain reaches 0."""
+    row = rows_of(results, merge)[model]
+    starts = [start for start in STARTS if not (merge == start == "average")]
+    return [
+        f"{STARTS[start]} ({gain(row, start)} points)" for start in starts if not row[f"score against {start}"][1] > 0
+    ]
+
+
+def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
+    """Yield the lines that begin a page: the repairs that are not clearly better than base, merge and average."""
+    lines = []
+    for results in studies:
+        name = f"{results['title'].partition(':')[0]}, " if len(studies) > 1 else ""
+        for merge in merges_of(results):
+            for model in CALIBRATED:
+                if unclear := unclear_gains(results, model, merge):
+                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: than {listed(unclear)}")
+    if lines:
+        yield from ("Not clearly better are:", "", *lines, "")
+    else:
+        yield from ("All repairs of all merges are clearly better than base, merge and average.", "")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a list in words."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def picture(study: Study, name: str) -> str:
+    """Return the line that shows a picture of a study."""
+    return f"![{CAPTIONS[name]}](assets/studies/{study.name}-{name}.webp)"
+
+
+def chosen_text(results: Results) -> str:
+    """Return what `--auto` chose, and how often."""
+    counts = Counter(results["chosen"].values())
+    return listed([f"{title} ({count} of {counts.total()})" for title, count in counts.most_common()])
+
+
+def library_sentence(study: Study, results: Results) -> str:
+    """Return how far the scores of saved models, computed by the base's own library, differ."""
+    gaps = [100 * abs(ours - theirs) for ours, theirs in results["library"].values()]
+    return (
+        f"The merged model and residual calibration of the first draw were saved and scored again by "
+        f"{study.libraries[0]} alone: {len(gaps)} scores differ by {max(gaps):.2f} points at most."
+    )
+
+
+def cost_sentence(results: Results) -> str:
+    """Return machine, versions and CPU time."""
+    minutes = {step: seconds / 60 for step, seconds in results["seconds"].items()}
+    parts = ", ".join(f"{TITLES.get(calibrated_variant(step), step)} {spent:.0f}" for step, spent in minutes.items())
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    runs = len(results["chosen"])
+    return (
+        f"On {results['machine']}, {versions}, {results['date']}, the study took {sum(minutes.values()):.0f} minutes "
+        f"of CPU time: {parts}, each summed over {runs} merges and draws with scoring."
+    )
+
+
+def overview(stored: Mapping[str, Results]) -> str:
+    """Return the page on all studies: the unclear repairs, how many are clear, and a table of scores."""
+    lines = [
+        "# Studies on pretrained models",
+        "",
+        "Each study takes a pretrained base from a package registry, trains four experts on public texts, merges them "
+        "in three ways and repairs each merge from 64 unlabelled texts per task. A repair is clearly better if the "
+        "95 % interval of its gain, paired by test text, is above 0 against the base, against the merge that it "
+        "repairs, and against the average of the experts.",
+        "",
+        *unclear_lines([*stored.values()]),
+        *count_lines(stored),
+        "",
+        "Scores are means over tasks: of the average over five draws of calibration texts, of other merges over one. "
+        "Bold ones are clearly better than all three.",
+        "",
+        f"| study | merge | {' | '.join(TITLES[model] for model in MODELS)} |",
+        f"|---|---{'|---' * len(MODELS)}|",
+        *(line for name, results in stored.items() for line in overview_rows(name, results)),
+        "",
+        "The experts are not published: the commands on each page train them again, with stated seeds.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def count_lines(stored: Mapping[str, Results]) -> Iterator[str]:
+    """Yield a sentence on the number of studies in which repairs of the average are clearly better."""
+    counts = [
+        f"{TITLES[model]} on {sum(not unclear_gains(results, model, 'average') for results in stored.values())}"
+        for model in CALIBRATED
+    ]
+    yield f"Of the average, these are clearly better than base and merge, of {len(stored)} studies: {listed(counts)}."
+
+
+def overview_rows(name: str, results: Results) -> Iterator[str]:
+    """Yield a row per merge of a study."""
+    for merge in merges_of(results):
+        cells = []
+        for model, row in rows_of(results, merge).items():
+            is_clear = model in CALIBRATED and not unclear_gains(results, model, merge)
+            shown = format_percent(row["score"][0])
+            cells.append(f"**{shown}**" if is_clear else shown)
+        study = f"[{results['title'].partition(':')[0]}](study-{name}.md)"
+        yield f"| {study} | {TITLES[merge]} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

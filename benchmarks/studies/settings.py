@@ -1,0 +1,75 @@
+"""Compare settings of calibrations with the default ones: `python -m benchmarks.studies.settings NAME KEPT`.
+
+KEPT is the folder of a finished study. The settings are fitted to the texts of its first draw. A setting that is
+clearly better here becomes a default or a preset only if it is not worse on another study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pathlib
+import shutil
+import time
+from typing import Any
+
+import numpy as np
+
+import driftlens as dl
+from benchmarks.repairs import paired_change
+from benchmarks.studies.study import measure_model
+from driftlens.results.formatting import format_estimate
+from driftlens.utils.variants import calibrated_variant
+
+VIEWS = "views"
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "featcal": (
+        {"lam": 1e-5},
+        {"lam": 1.0},
+        {"alpha": 0.6},
+        {"rho": 1.0},
+        {"rho": 3.0, "alpha": 0.5},
+        {"lam": 1e-5, "rho": 2.0, "alpha": 0.6},
+    ),
+    "residual": ({"mu": 0.9}, {"weights": "uniform"}, {"mu": 0.9, VIEWS: "words:3"}),
+}
+
+
+def main() -> None:
+    """Calibrate with each setting and print its gain over the method's default, and its CPU time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the study's module")
+    parser.add_argument("kept", type=pathlib.Path)
+    arguments = parser.parse_args()
+    study = importlib.import_module(f"benchmarks.studies.{arguments.name}").STUDY
+    place = arguments.kept / "runs" / "settings"
+    if not place.exists():
+        shutil.copytree(arguments.kept / "runs" / "average-0", place)
+    run = dl.open_run(place)
+    print("| method | settings | gain over the default, points | drift | seconds |\n|---|---|---|---|---|")
+    for method, each in SETTINGS.items():
+        default = {task: measure_model(study, run, calibrated_variant(method), task) for task in study.tasks}
+        for number, settings in enumerate(({}, *each)):
+            started, name = time.process_time(), f"{method}-setting-{number}"
+            parameters = {key: value for key, value in settings.items() if key != VIEWS}
+            views = {key: value for key, value in settings.items() if key == VIEWS}
+            run = dl.calibrate(
+                run,
+                name=name,
+                method=method,
+                parameters=parameters,
+                **views,
+                resume=True,
+                attribution=False,
+                progress="none",
+            )
+            found = {task: measure_model(study, run, calibrated_variant(name), task) for task in study.tasks}
+            gain = format_estimate(paired_change([{"from": default, "to": found}], "from", "to", "score"), "points")
+            drift = np.mean([found[task]["drift"] for task in study.tasks])
+            written = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"
+            spent = time.process_time() - started
+            print(f"| {method} | {written} | {gain} | {drift:.3f} | {spent:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

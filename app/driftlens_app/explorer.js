@@ -2,13 +2,13 @@
 // neither the server nor Streamlit looks, and tells it of the theme. The page itself comes by explorer_page.js.
 
 const MOST = 100000; // pixels, and letters of a state: a frame that says more isn't ours
+const HEAD = 84; // pixels: what Streamlit lays over the top of the page, and a margin
 
 export default function ({ parentElement, data, setTriggerValue }) {
   const box = parentElement.querySelector("div"), key = `driftlens ${data.run}`;
   const read = () => { try { return JSON.parse(sessionStorage.getItem(key)) ?? {}; } catch { return {}; } };
   box.isKept = data.show === "";
   box.at ??= location.pathname; // on the way to another page this one still stands, and the address is no longer its own
-  box.open = (state) => setTriggerValue("open", state);
   const keep = (state) => {
     if (!box.isKept) return;
     sessionStorage.setItem(key, JSON.stringify({ state, asked: data.asked }));
@@ -33,7 +33,7 @@ export default function ({ parentElement, data, setTriggerValue }) {
     const frame = (box.frame = document.createElement("iframe"));
     frame.setAttribute("sandbox", "allow-scripts allow-downloads");
     frame.title = data.title;
-    frame.name = `driftlens ${JSON.stringify({ state, dark: data.dark, show: data.show })}`;
+    frame.name = `driftlens ${JSON.stringify({ state, dark: data.dark, show: data.show, high: innerHeight - HEAD })}`;
     frame.style.height = `${box.height ?? data.height}px`;
     frame.onload = inform; // it answers with its height, also where it is out of sight
     box.append(frame);
@@ -48,7 +48,6 @@ export default function ({ parentElement, data, setTriggerValue }) {
     if (!box.frame || source !== box.frame.contentWindow) return;
     if (said?.height > 0 && said.height < MOST) box.frame.style.height = `${(box.height = said.height)}px`;
     if (typeof said?.state === "string" && said.state.length < MOST) keep(said.state);
-    if (typeof said?.open === "string" && said.open.length < MOST) box.open(said.open);
   };
   const travel = () => { if (box.isKept && location.pathname === box.at && location.hash.slice(1) !== box.state) load(start()); };
 

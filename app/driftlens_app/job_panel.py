@@ -295,5 +295,5 @@ def show_step_buttons(run: DriftRun, steps: Sequence[str], command: str, *others
         about = hide_run_path(run, command) if label in steps else None
         if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page or icon}", help=about):
             if page:
-                open_page(page, run=run.id)
+                open_page(page)
             start_and_rerun(compare_merges_request(run) if label == COMPARE_MERGES else resume_request(run))

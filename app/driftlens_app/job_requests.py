@@ -84,7 +84,7 @@ def analyze_request(settings: Settings, spec: str, name: str) -> JobRequest:
 def resume_request(run: DriftRun) -> JobRequest:
     """Build the job request that resumes a stopped analysis."""
     arguments = ("analyze", str(run.path / SPEC), "--out", str(run.path), "--resume", *_PROGRESS)
-    return JobRequest("analyze", run.name, run.path, arguments)
+    return JobRequest("analyze", run.path.name, run.path, arguments)
 
 
 def _request_for_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> JobRequest:
@@ -124,12 +124,12 @@ def compare_methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
 def compare_merges_request(run: DriftRun) -> JobRequest:
     """Build the job request that ranks merges of the run's experts, each with its default settings."""
     where = (str(run.path / SPEC), f"--compare={merges_to_compare(run)}", f"--out={run.path / MERGES}")
-    return JobRequest("merge", run.manifest.name, run.path, ("merge", *where, *_PROGRESS))
+    return JobRequest("merge", run.path.name, run.path, ("merge", *where, *_PROGRESS))
 
 
 def attribution_request(run: DriftRun) -> JobRequest:
     """Build the job request that attributes drift to layers for variants without attribution."""
-    return JobRequest("explain", run.manifest.name, run.path, ("analyze", str(run.path), *_PROGRESS))
+    return JobRequest("explain", run.path.name, run.path, ("analyze", str(run.path), *_PROGRESS))
 
 
 def _has_readable_manifest(folder: Path) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens.results.formatting import strip_control_chars
 from driftlens_app.job_panel import show_welcome_page
-from driftlens_app.selection import require_readable_runs, restore_selection, select_run
+from driftlens_app.selection import current_selection, require_readable_runs, restore_selection, select_run
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, pages, show_errors_in_place, show_page_title, watch_theme
 
@@ -62,7 +61,7 @@ def main() -> None:
         run = select_run(settings)
         if run is not None:
             restore_selection(run)
-            st.set_page_config(page_title=f"{strip_control_chars(run.name)} - {listed[path].title} - DriftLens")
+            st.set_page_config(page_title=f"{current_selection().name} - {listed[path].title} - DriftLens")
         is_readable = True
     with st.sidebar:
         watch_theme()

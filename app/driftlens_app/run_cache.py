@@ -1,10 +1,13 @@
-"""The runs that the dashboard may show: those under its root, by id, each summarised once until it changes."""
+"""The runs that the dashboard may show: those under its root, by folder, each summarised once until it changes."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import streamlit as st
@@ -14,7 +17,7 @@ from driftlens.results.listing import RunSummary, find_runs
 from driftlens.runs.manifest import COMPARISON, LOCK, MANIFEST, MERGES, NOTES, STATUS, live_lock_owner, table_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
-from driftlens.utils.errors import DataError, RunError
+from driftlens.utils.errors import RunError
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_links_inside
 
 _ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -23,7 +26,7 @@ _SUBFOLDER = "runs"
 
 
 def list_runs(settings: Settings) -> list[RunSummary]:
-    """List the runs under the root by folder name, with the reason for those that can't be read."""
+    """List the runs under the root, named by their folders, with the reason for those that can't be read."""
     summaries = []
     for folder in _run_folders(settings.root):
         now = run_fingerprint(folder)
@@ -35,39 +38,23 @@ def list_runs(settings: Settings) -> list[RunSummary]:
         is_alive = is_file_inside(folder / LOCK) and live_lock_owner(folder) is not None
         stamp = now + "".join(_file_fingerprint(folder / name) for name in (STATUS, NOTES))
         summaries.append(_cached_run_summary(str(folder), stamp, is_alive))
-    return _mark_duplicate_runs(summaries)
+    return _name_by_folder(_mark_duplicate_runs(summaries), settings.root)
 
 
-def _readable_runs(settings: Settings) -> list[RunSummary]:
-    return [run for run in list_runs(settings) if not run.problem]
+def _name_by_folder(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
+    """Name each run by its folder, or by its path in the root if another run's folder has the same name."""
+    names = [strip_control_chars(run.path.name) for run in runs]
+    counts = Counter(names)
+    return [
+        replace(run, name=name if counts[name] == 1 else f"./{run.path.relative_to(root).as_posix()}")
+        for name, run in zip(names, runs, strict=True)
+    ]
 
 
-def run_ids(settings: Settings) -> list[str]:
-    """List the ids of readable runs, newest first."""
-    return [run.id for run in sorted(_readable_runs(settings), key=lambda run: run.created, reverse=True)]
-
-
-def run_titles(settings: Settings) -> dict[str, str]:
-    """Return display names of readable runs by id; the folder is appended to a name shared by two runs."""
-    named = {run.id: (strip_control_chars(run.name), run.path) for run in _readable_runs(settings)}
-    counts = Counter(name for name, _ in named.values())
-    folders = {id_: path.relative_to(settings.root).as_posix() for id_, (_, path) in named.items()}
-    return {id_: name if counts[name] == 1 else f"{name} ({folders[id_]})" for id_, (name, _) in named.items()}
-
-
-def resolve_run_id(settings: Settings, text: str | None) -> str | None:
-    """Return the id of the run that a URL names by its id or its folder; other texts are returned unchanged."""
-    runs = _readable_runs(settings)
-    by_folder = {run.path.name: run.id for run in reversed(runs)}
-    return text if text in {run.id for run in runs} else by_folder.get(str(text), text)
-
-
-def run_folder(settings: Settings, run_id: str) -> Path:
-    """Return the folder of a run id; raise DataError if it is not a readable run under the root."""
-    for run in _readable_runs(settings):
-        if run.id == run_id:
-            return run.path
-    raise DataError(f"this folder has no readable run {run_id!r}", hint="Choose another one on the page Runs.")
+def readable_runs(settings: Settings) -> dict[str, RunSummary]:
+    """Return the readable runs by name, newest first."""
+    runs = sorted(list_runs(settings), key=lambda run: run.created, reverse=True)
+    return {run.name: run for run in runs if not run.problem}
 
 
 def open_cached_run(folder: Path) -> DriftRun:
@@ -98,7 +85,8 @@ def _require_links_inside_cached(folder: Path, root: Path, now: str) -> None:
     _cached_link_check(str(folder), str(root), now + "".join(map(_file_fingerprint, folders)))
 
 
-@st.cache_data(max_entries=500, show_spinner=False)
+# Not cached by Streamlit, whose hashing and copying takes longer than all else where a folder has many runs.
+@functools.lru_cache(maxsize=500)
 def _cached_link_check(folder: str, root: str, stamp: str) -> None:
     require_links_inside(Path(folder), Path(root))
 
@@ -110,7 +98,7 @@ def _cached_run(folder: str, stamp: str) -> DriftRun:
     return open_run(folder)
 
 
-@st.cache_data(max_entries=500, show_spinner=False)
+@functools.lru_cache(maxsize=500)
 def _cached_run_summary(folder: str, stamp: str, is_alive: bool) -> RunSummary:
     (summary,) = find_runs(folder)
     if not summary.problem and not _ID.fullmatch(summary.id):

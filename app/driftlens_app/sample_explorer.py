@@ -88,7 +88,8 @@ def show_explorer_download(run: DriftRun) -> None:
     )
 
 
-@st.cache_data(max_entries=8, show_spinner="Arranging samples", hash_funcs={DriftRun: run_cache_key})
+# Shared and not copied: pages are megabytes, and nothing changes them.
+@st.cache_resource(max_entries=8, show_spinner="Arranging samples", hash_funcs={DriftRun: run_cache_key})
 def _cached_explorer_page(run: DriftRun) -> tuple[str, bytes]:
     """Return the hash and the bytes of the explorer's HTML page."""
     page = Explorer(run).embedded_page()

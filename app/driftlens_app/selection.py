@@ -15,7 +15,7 @@ from driftlens.results.listing import RunSummary
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
 from driftlens_app.processes import has_live_job
-from driftlens_app.run_cache import list_runs, open_cached_run, resolve_run_id, run_folder, run_ids, run_titles
+from driftlens_app.run_cache import list_runs, open_cached_run, readable_runs
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, page_path
 from driftlens_reports.charts.chart import ChartOptions
@@ -33,9 +33,14 @@ _CHOSEN, _IN_URL, _KEPT = "_selection", "_run_in_url", "_view_in_url"
 
 @dataclass(frozen=True)
 class Selection:
-    """The selected run, task, variants, layer and drift measure. No task is all; no variants are all but the base."""
+    """The selected run, task, variants, layer and drift measure. No task is all; no variants are all but the base.
+
+    Attributes:
+        name: the run's name in the sidebar and in URLs, that of its folder.
+    """
 
     run: DriftRun
+    name: str
     task: str | None
     variants: tuple[str, ...]
     layer: int | str
@@ -79,33 +84,33 @@ def open_page(view: str, *, query: Mapping[str, str] | None = None, **others: st
 
 def select_run(settings: Settings) -> DriftRun | None:
     """Return the run selected in the sidebar, None without runs; raise DataError for an unknown run in the URL."""
-    ids = run_ids(settings)
-    if not ids:
+    runs = readable_runs(settings)
+    if not runs:
         return None
     # Streamlit's own binding leaves defaults out of the URL, but the newest run changes with time.
     from_page = _stored_selection().pop(RUN, [None])
-    requested = resolve_run_id(settings, st.query_params.get(RUN, from_page[0]))
+    requested = st.query_params.get(RUN, from_page[0])
+    if requested not in runs:
+        # Links written by earlier versions have the id.
+        requested = next((name for name, run in runs.items() if run.id == requested), requested)
     shown = st.session_state.get(_IN_URL)
     if requested not in (None, shown):
         st.session_state[RUN] = st.session_state[_IN_URL] = requested
     # A removed run is reported below instead of silently showing another one.
-    elif st.session_state.get(RUN) not in ids:
-        st.session_state[RUN] = st.session_state.get(RUN) or shown or ids[0]
-    if st.session_state[RUN] not in ids:
+    elif st.session_state.get(RUN) not in runs:
+        st.session_state[RUN] = st.session_state.get(RUN) or shown or next(iter(runs))
+    if st.session_state[RUN] not in runs:
         st.session_state[_IN_URL], st.session_state[RUN] = st.session_state[RUN], None
     # Assigning the value makes Streamlit send the label again, which may have changed.
     st.session_state[RUN] = st.session_state[RUN]
-    titles = run_titles(settings)
-    chosen: str | None = st.sidebar.selectbox(
-        "Run", ids, format_func=lambda name: titles.get(name, name), key=RUN, help="Newest first."
-    )
+    chosen: str | None = st.sidebar.selectbox("Run", [*runs], key=RUN, help="Newest first.")
     if chosen is None:
         broken = ", ".join(run.path.name for run in _unreadable_runs(settings))
         reason = f" Unreadable: {broken}; see the page Runs." if broken else ""
         missing = st.session_state[_IN_URL]
         raise DataError(f"the run {missing!r} is not here", hint=f"Choose one in the sidebar.{reason}")
     st.session_state[_IN_URL] = chosen
-    return open_cached_run(run_folder(settings, chosen))
+    return open_cached_run(runs[chosen].path)
 
 
 def require_readable_runs(settings: Settings) -> None:
@@ -130,10 +135,11 @@ def restore_selection(run: DriftRun) -> None:
     shown = {name: chosen for name, chosen in selected.items() if _is_shown_in_url(name, chosen)}
     for name in {*offered} - {*shown}:
         st.query_params.pop(name, None)
-    st.query_params.update({RUN: run.id, **shown})
+    st.query_params.update({RUN: st.session_state[RUN], **shown})
     layer = next(iter(selected[LAYER]), FINAL)
     st.session_state[_CHOSEN] = Selection(
         run,
+        st.session_state[RUN],
         next(iter(selected[TASK]), None),
         tuple(selected[VARIANTS]),
         layer if layer == FINAL else int(layer),

@@ -119,7 +119,7 @@ def test_links_that_stay_inside_are_followed(open_app: Open, root: Path, run: Pa
     job = record_job(run / "logs", run)
     job.log.symlink_to(root / "store" / "words.log")
     (run / "again").symlink_to(run)  # in a circle
-    assert [(listed.name, listed.problem) for listed in list_runs(Settings(root))] == [("a *full* run", "")]
+    assert [(listed.name, listed.problem) for listed in list_runs(Settings(root))] == [("full", "")]
     (log,) = opened_drawers(open_app(root, "repair"), "Log")
     assert log.code[0].value == "its own words"
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import streamlit as st
@@ -88,7 +89,7 @@ def test_a_damaged_table_is_an_error_in_its_place(open_app: Open, root: Path, vi
 def test_a_link_to_an_unknown_run_does_not_show_another_one(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, run="nosuch-1234")
     assert "nosuch-1234" in errors(app) and "DataError" not in errors(app)
-    assert open_run(root / "full").name not in said(app)
+    assert not app.title and open_run(root / "full").name not in said(app)
 
 
 @pytest.mark.parametrize("view", few(OF_A_RUN, ["overview"]))
@@ -117,7 +118,7 @@ def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Ope
     (rows,) = [frame.value for frame in open_app(root).dataframe]
     run = open_run(root / "full")
     (row,) = rows.to_dict("records")
-    assert row["name"] == run.name and row["id"] == run.id and row["state"] == "done"
+    assert row["name"] == "full" and row["id"] == run.id and row["state"] == "done"
     for column, variant in (("base", "base"), ("merged", "merged"), ("experts", "expert")):
         shares = run.accuracy(variant=variant).query("metric == 'accuracy'")["value"]
         assert row[column] == pytest.approx(100 * shares.mean())
@@ -135,7 +136,7 @@ def test_unreadable_runs_keep_their_rows_and_say_why(open_app: Open, root: Path)
     (rows,) = [frame.value for frame in app.dataframe]
     assert dict(zip(rows["name"], rows["state"], strict=True)) == {
         "broken": "unreadable",
-        "a *full* run": "done",
+        "full": "done",
         "newer": "unreadable",
     }
     broken_text, newer_text = (element.value.replace("\\", "") for element in app.warning)
@@ -162,11 +163,7 @@ def test_a_copy_does_not_pass_for_its_original(open_app: Open, root: Path) -> No
     app = open_app(root)
     assert "**gone-astray** is a copy of full" in app.warning[0].value.replace("\\", "")
     (rows,) = [frame.value for frame in app.dataframe]
-    name = open_run(root / "full").name
-    assert dict(zip(rows["name"], rows["state"], strict=True)) == {
-        f"{name} (full)": "done",
-        f"{name} (gone-astray)": "copy of full",
-    }
+    assert dict(zip(rows["name"], rows["state"], strict=True)) == {"full": "done", "gone-astray": "copy of full"}
 
 
 def test_a_link_out_of_the_folder_is_not_followed(open_app: Open, root: Path, tmp_path: Path) -> None:
@@ -174,7 +171,7 @@ def test_a_link_out_of_the_folder_is_not_followed(open_app: Open, root: Path, tm
     (root / "link").symlink_to(outside)
     (root / "runs").symlink_to(tmp_path)
     (rows,) = [frame.value for frame in open_app(root).dataframe]
-    assert list(rows["name"]) == ["a *full* run"]
+    assert list(rows["name"]) == ["full"]
 
 
 def test_an_id_that_is_no_id_is_refused(open_app: Open, root: Path) -> None:
@@ -223,17 +220,33 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     assert cells["layout"]["yaxis"]["ticktext"] == ["mnist"] and "- mnist: " not in said(app)
 
 
+def test_experts_below_their_base_are_the_headline_of_the_first_page(open_app: Open, root: Path) -> None:
+    """As in a new run whose prompt was guessed wrong."""
+    file = root / "full" / "tables" / "accuracy.parquet"
+    rows = pd.read_parquet(file)
+    rows["variant"] = rows["variant"].replace({"base": "expert", "expert": "base"})
+    rows.to_parquet(file)
+    app = open_app(root, "overview")
+    (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
+    assert "Check prompt and labels first: the experts of " in head
+    assert [button.label for button in app.button if button.proto.type == "primary"] == []
+
+
 def figure_of(chart: Any) -> dict[str, Any]:
     figure: dict[str, Any] = json.loads(chart.proto.spec)
     return figure
 
 
 def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Path) -> None:
-    name = "**x** [a](http://b) :red[c] $d$ <b>"
-    write_full_run(tmp_path / "odd", name=name, tasks=("t*a*sk",))
-    title = open_app(tmp_path, "overview").title[0].value
-    assert title.replace("\\", "").replace("\N{WORD JOINER}", "") == name
-    assert r"\*\*x\*\*" in title and r"\[a\]" in title and r"\:red" in title and r"\$" in title and r"\<b" in title
+    name = "**x** [a](http:b) :red[c] $d$ <b>"
+    write_full_run(tmp_path / name, name=f"spec {name}", tasks=("t*a*sk",))
+    app = open_app(tmp_path, "overview")
+    for text, plain in (
+        (app.title[0].value, name),
+        (app.caption[0].value.partition(" in its spec")[0], f"spec {name}"),
+    ):
+        assert text.replace("\\", "").replace("\N{WORD JOINER}", "") == plain
+        assert r"\*\*x\*\*" in text and r"\[a\]" in text and r"\:red" in text and r"\$" in text and r"\<b" in text
 
 
 def test_the_rows_behind_a_chart_are_sent_when_they_are_opened(open_app: Open, root: Path) -> None:

@@ -82,8 +82,8 @@ def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> N
 @pytest.mark.slow
 def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(open_app: Open, root: Path) -> None:
     write_full_run(root / "other", name="other", size=Size(samples=12))
-    app = open_app(root, "repair", repair="Compare", run=open_run(root / "full").id)
-    app.selectbox(key="with").set_value(open_run(root / "other").id).run()
+    app = open_app(root, "repair", repair="Compare", run="full")
+    app.selectbox(key="with").set_value("other").run()
     (warning,) = app.warning
     assert "diagnosis samples of cars, mnist, dtd" in warning.value.replace("\\", "")
     assert not app.error and app.get("plotly_chart")

@@ -24,7 +24,7 @@ from tests.runs.full_run import Size, write_full_run
 
 @pytest.mark.slow
 def test_a_viewed_run_that_vanishes_never_becomes_another(open_app: Open, root: Path, tmp_path: Path) -> None:
-    viewed, newer = open_run(root / "full").id, open_run(write_full_run(root / "newer")).id
+    viewed, newer = "full", write_full_run(root / "newer").name
     app = open_app(root, "overview", run=viewed)
     shutil.move(root / "full", tmp_path / "away")
     for page in ("overview", "overview", "layers", "runs"):

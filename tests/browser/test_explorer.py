@@ -372,6 +372,34 @@ def test_the_wheel_zooms_where_it_turns_and_a_double_click_keeps_the_selection(o
     assert places(page) == {name: pytest.approx(place, abs=1) for name, place in before.items()}
 
 
+def test_a_moved_map_opens_no_sample_and_a_shaky_click_selects_none(opened: Open) -> None:
+    page = opened("task=0").page
+    inside = box_left_half(page)
+    page.get_by_role("radio", name="lasso").check()
+    x, y, _ = on_map(page)
+    page.mouse.move(x, y)
+    page.mouse.down()
+    for at in range(12):  # as a hand does that is not still
+        page.mouse.move(x + at % 2, y)
+    page.mouse.up()
+    assert sorted(selected(page)) == sorted(inside)
+    page.keyboard.press("Escape")
+    name, (left, top) = next(iter(places(page).items()))
+    page.get_by_role("radio", name="move").check()
+    page.mouse.move(left - 50, top)
+    page.mouse.down()
+    page.mouse.move(left - 30, top, steps=4)
+    page.mouse.up()
+    eventually(page, f"Math.abs(explorer.places().find(([name]) => name === '{name}')[1] - {left + 20}) < 1")
+    page.mouse.move(left + 20, top)
+    page.mouse.down()
+    page.mouse.move(left + 40, top, steps=4)
+    page.mouse.up()
+    expect(page.locator("#detail")).to_be_hidden()
+    page.mouse.click(left + 40, top)
+    expect(page.locator("#detail h2")).to_contain_text("Sample")
+
+
 def test_clusters_have_the_names_of_classes_or_of_frequent_words(opened: Open, page: Any, saved: DriftRun) -> None:
     opened("task=0")
     labels = saved.outputs(saved.tasks[0], "merged")["label"]

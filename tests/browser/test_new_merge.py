@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from safetensors.torch import save_file
 
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import PATIENCE, settled
 from tests.browser.server import serving
+from tests.zoo.world import World
 
 
 @pytest.mark.slow
@@ -28,6 +31,46 @@ def test_models_on_disk_are_merged_and_analyzed(page: Any, light: DriftRun, work
     settled(page)
     expect(page.get_by_role("button", name="Cancel")).to_have_count(0, timeout=PATIENCE)
     assert open_run(root / "mine").tasks == light.tasks
+
+
+@pytest.mark.slow
+def test_a_base_given_as_a_file_in_its_folder_becomes_a_run_of_one_name(
+    page: Any, world: World, workshop: tuple[str, Path]
+) -> None:
+    """`base/base.safetensors` looks like a name of the Hub; the experts of the form give the tasks."""
+    address, root = workshop
+    for name in world.names:
+        (root / name).mkdir()
+        tower = {key: value for key, value in world.state(name).items() if key.startswith("visual.")}
+        save_file(tower, root / name / f"{name}.safetensors")
+    shutil.copy(world.models["open_clip"], root / "base")
+    (root / "data").mkdir()
+    for task in world.tasks:
+        shutil.copy(world.data(task), root / "data")
+    page.goto(f"{address}/new_run")
+    settled(page)
+    page.get_by_role("textbox", name="Name", exact=True).fill("picked")
+    page.get_by_role("textbox", name="Base").fill("base/nothing.safetensors")
+    page.get_by_role("textbox", name="Experts").fill("\n".join(f"{task}/{task}.safetensors" for task in world.tasks))
+    page.get_by_role("textbox", name="Data folder").fill("data")
+    start = page.get_by_role("button", name="Start the analysis")
+    start.click()
+    alert = page.get_by_test_id("stAlertContentError")
+    expect(alert).to_contain_text("base/nothing.safetensors", timeout=PATIENCE)
+    settled(page)
+    expect(start).to_be_enabled()  # what can be mended is sent again
+    page.get_by_role("textbox", name="Base").fill("base/base.safetensors")
+    start.click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Runs", timeout=PATIENCE)
+    settled(page)
+    expect(page.get_by_role("button", name="Cancel")).to_have_count(0, timeout=PATIENCE)
+    run = open_run(root / "picked")
+    assert run.name == "picked" and sorted(run.tasks) == sorted(world.tasks)
+    page.get_by_role("link", name="Overview").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("picked")
+    settled(page)
+    expect(page.get_by_role("combobox", name="Run")).to_have_value("picked")
+    assert page.url == f"{address}/overview?run=picked" and "in its spec" not in page.inner_text("body")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from playwright.sync_api import expect
@@ -45,7 +46,6 @@ def click(page: Any, row: int, x: int) -> None:
 def test_runs_are_opened_and_compared(page: Any, runs_folder: Path, workshop: tuple[str, Path]) -> None:
     url, root = workshop
     shutil.copytree(runs_folder, root, dirs_exist_ok=True)
-    ids = [open_run(folder).id for folder in root.iterdir()]
     page.goto(f"{url}/runs")
     click(page, 0, 15)
     click(page, 1, 15)
@@ -55,18 +55,21 @@ def test_runs_are_opened_and_compared(page: Any, runs_folder: Path, workshop: tu
     expect(page.get_by_test_id("stDataFrame")).to_have_count(2)
     page.locator(".js-plotly-plot .main-svg").first.wait_for(timeout=60_000)
     names = page.evaluate("document.querySelector('.js-plotly-plot').data.map(line => line.name)")
-    assert {"full run, merged", "full run, repaired", "merged only, merged"} <= {*names}
+    assert {"full, merged", "full, repaired", "merged, merged"} <= {*names}
     page.get_by_role("button", name="Compare layer by layer").click()
     page.wait_for_url("**/repair?**run=**")
     settled(page)
-    assert all(id in page.url for id in ids)
+    asked = parse_qs(urlsplit(page.url).query)
+    assert (asked["run"], asked["with"]) == (["merged"], ["full"])
     assert page.evaluate("history.length") == entries + 1
 
     page.goto(f"{url}/runs")
     settled(page)
     click(page, 0, 70)
     page.wait_for_url("**/overview?**")
-    assert any(id in page.url for id in ids)
+    assert parse_qs(urlsplit(page.url).query)["run"] == ["full"]
+    expect(page.get_by_role("heading", level=1)).to_have_text("full")
+    expect(page.get_by_role("combobox", name="Run")).to_have_value("full")
 
 
 def test_tags_and_a_note_are_kept_with_the_run_and_found(
@@ -88,9 +91,10 @@ def test_tags_and_a_note_are_kept_with_the_run_and_found(
     page.get_by_role("textbox", name="Filter").fill("best")
     page.keyboard.press("Enter")
     expect(page.get_by_test_id("stDataFrame").locator("canvas tbody tr")).to_have_count(1, timeout=60_000)
-    # The folder's name is an address of the run.
-    page.goto(f"{url}/overview?run={noted.name}")
-    drawn(page, page.get_by_role("heading", level=1, name=open_run(noted).name), timeout=60_000)
+    # Links with the run's id, which were handed out before, lead to the address with its name.
+    page.goto(f"{url}/overview?run={open_run(noted).id}")
+    drawn(page, page.get_by_role("heading", level=1, name=noted.name), timeout=60_000)
+    page.wait_for_url(f"**/overview?run={noted.name}")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +151,7 @@ def test_long_names_push_no_number_out(browser: Any, workshop: tuple[str, Path])
     tail = "_with_a_name_that_somebody_thought_would_tell_everything_about_it"
     url, root = workshop
     tasks, classes = ([f"{name}{tail}" for name in names] for names in (("a", "b"), ("cat", "dog", "fox")))
-    run = open_run(write_full_run(root / "long", name=f"run{tail}", tasks=tasks, class_names=classes))
+    run = open_run(write_full_run(root / f"run{tail}", name=f"spec{tail}", tasks=tasks, class_names=classes))
     page = browser.new_page()
     for address in ("runs", "overview", "layers", "layers?layers=Sources", "repair"):
         page.goto(f"{url}/{address}{'&' if '?' in address else '?'}run={run.id}")
@@ -171,7 +175,7 @@ def test_the_shell_says_where_one_is(page: Any, app_url: str, runs_folder: Path)
     for entry in pages().values():
         if entry.needs_run:
             visit(page, entry.title)
-            assert page.title() == f"full run - {entry.title} - DriftLens"
+            assert page.title() == f"full - {entry.title} - DriftLens"
     visit(page, "Overview")
     wordmark = page.get_by_test_id("stSidebarLogo")
     expect(wordmark).to_be_visible()
@@ -183,12 +187,11 @@ def test_the_shell_says_where_one_is(page: Any, app_url: str, runs_folder: Path)
 
 
 def test_two_tabs_keep_their_own_choices(page: Any, app_url: str, runs_folder: Path) -> None:
-    ids = [open_run(runs_folder / name).id for name in ("full", "merged")]
-    tabs = (page, page.context.new_page())
-    for tab, run, task in zip(tabs, ids, ("mnist", "dtd"), strict=True):
+    tabs, runs = (page, page.context.new_page()), ("full", "merged")
+    for tab, run, task in zip(tabs, runs, ("mnist", "dtd"), strict=True):
         tab.goto(f"{app_url}/layers?run={run}&task={task}")
         drawn(tab, tab.get_by_role("heading", level=1), timeout=60_000)
-    for tab, run, task in zip(tabs, ids, ("mnist", "dtd"), strict=True):
+    for tab, run, task in zip(tabs, runs, ("mnist", "dtd"), strict=True):
         visit(tab, "Overview")
         assert f"run={run}" in tab.url and f"task={task}" in tab.url
 

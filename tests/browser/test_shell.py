@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,14 +39,14 @@ def test_choosing_a_task_changes_the_page_and_the_link_keeps_it(page: Any, app_u
     expect(origins).to_have_count(1, timeout=60_000)
     settled(page)
     shared = page.url
-    assert f"run={run.id}" in shared and "task=mnist" in shared
+    assert "run=merged" in shared and "task=mnist" in shared
     other = page.context.browser.new_context().new_page()
     other.goto(shared)
     settled(other)
     origins = other.locator(CELLS)
     expect(origins).to_have_count(1, timeout=60_000)
     expect(origins).to_have_text("mnist")
-    expect(other.get_by_role("heading", name="merged only")).to_be_visible()
+    expect(other.get_by_role("heading", name="merged", exact=True)).to_be_visible()
     other.context.close()
 
 
@@ -69,15 +69,21 @@ def test_names_that_are_streamlits_signs_are_text(page: Any, workshop: tuple[str
     """Icons, its logo, narrow spaces and addresses; a joiner without width may stand in them."""
     address, root = workshop
     name = ":material/delete: :streamlit: a\N{NARROW NO-BREAK SPACE}b https://evil.example www.evil.example"
-    task = ":material_home: :red[x] me@evil.example"
-    run = open_run(write_full_run(root / "odd", name=name, tasks=(task,), size=Size(blocks=1)))
-    for path, called in (("overview", name), ("samples", "Samples")):
+    task, folder = (
+        ":material_home: :red[x] me@evil.example",
+        ":material_home: a\N{NARROW NO-BREAK SPACE}b www.evil.example",
+    )
+    run = open_run(write_full_run(root / folder, name=name, tasks=(task,), size=Size(blocks=1)))
+    for path, called in (("overview", folder), ("samples", "Samples")):
         page.goto(f"{address}/{path}?run={run.id}")
         drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
         said = page.get_by_role("heading", level=1).inner_text().replace("\N{WORD JOINER}", "")
         assert said == called.replace("\N{NARROW NO-BREAK SPACE}", " ")
+        assert parse_qs(urlsplit(page.url).query)["run"] == [folder.replace("\N{NARROW NO-BREAK SPACE}", " ")]
         expect(page.locator("a[href*=evil]")).to_have_count(0)
-    expect(page.locator("[data-testid=stMain] h1 :is(img, [role=img])")).to_have_count(0)
+        if path == "overview":
+            expect(page.get_by_test_id("stCaptionContainer").first).to_contain_text("evil.example in its spec")
+    expect(page.locator("[data-testid=stMain] :is(h1, p) :is(img, [role=img])")).to_have_count(0)
 
 
 def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, runs_folder: Path) -> None:
@@ -87,7 +93,7 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
     before = page.evaluate("history.length")
     for step, name in enumerate(("Repair", "Export", "Overview"), 1):
         visit(page, name)
-        assert f"run={run.id}" in page.url and "task=dtd" in page.url
+        assert "run=merged" in page.url and "task=dtd" in page.url
         assert page.evaluate("history.length") == before + step, "one press leads back"
         if name == "Repair":  # whose part is not in the next page's address
             page.get_by_role("radiogroup", name="Part of the page").get_by_text("Compare").click()
@@ -100,7 +106,7 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
         page.go_back()
         page.get_by_role("heading", level=1, name=name).wait_for()
         settled(page)
-        assert f"run={run.id}" in page.url and "task=dtd" in page.url
+        assert "run=merged" in page.url and "task=dtd" in page.url
     assert "repair=Compare" in page.url
 
 
@@ -163,7 +169,7 @@ def test_a_shared_link_opens_its_page_with_an_empty_console(page: Any, app_url: 
     page.on("response", lambda reply: failed.append(reply.url) if reply.status >= 400 else None)
     page.on("websocket", lambda socket: sockets.append(socket.url))
     name, path = "Layers", "/layers"
-    choice = {"run": open_run(runs_folder / "merged").id, "task": "dtd"}
+    choice = {"run": "merged", "task": "dtd"}
 
     def shows_what_was_shared() -> None:
         expect(page.get_by_role("heading", level=1)).to_contain_text(name, timeout=60_000)

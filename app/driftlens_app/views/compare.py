@@ -15,7 +15,7 @@ from driftlens.utils.errors import DataError
 from driftlens.utils.variants import display_name
 from driftlens_app.job_panel import show_repair_link
 from driftlens_app.job_requests import merge_comparisons
-from driftlens_app.run_cache import open_cached_run, run_cache_key, run_folder, run_ids
+from driftlens_app.run_cache import open_cached_run, readable_runs, run_cache_key
 from driftlens_app.selection import TASK, Selection, current_selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
@@ -70,11 +70,11 @@ def _show_changes(chosen: Selection) -> None:
 
 
 def _select_comparison(chosen: Selection) -> Comparison | None:
-    run, settings = chosen.run, Settings.from_environment()
-    others = [name for name in run_ids(settings) if name != run.id]
+    run, others = chosen.run, readable_runs(Settings.from_environment())
+    others.pop(chosen.name, None)
     with st.container(horizontal=True, vertical_alignment="bottom"):
         other = st.selectbox("With", [_SAME, *others], key="with", bind="query-params", width=300)
-        second = run if other == _SAME else open_cached_run(run_folder(settings, other))
+        second = run if other == _SAME else open_cached_run(others[other].path)
         pair = _select_variant_pair(run, second)
     if pair is None:
         show_note("Nothing to compare. Calibrate the run, or choose another one.")

@@ -61,11 +61,8 @@ _LONG = 40
 def show() -> None:
     """Draw the page Overview: headline, picture, verdict, scores by task and sources of drift."""
     chosen = current_selection()
-    folder = [chosen.run.path.name] if chosen.run.path.name != chosen.run.name else []
-    show_page_title(
-        escape_markdown(chosen.run.name),
-        " · ".join([*map(escape_markdown, folder), format_time(chosen.run.manifest.created)]),
-    )
+    called = [f"{escape_markdown(chosen.run.name)} in its spec"] if chosen.run.name != chosen.run.path.name else []
+    show_page_title(escape_markdown(chosen.name), " · ".join([*called, format_time(chosen.run.manifest.created)]))
     stamps = stamps_of(chosen.run)
     if stamps:
         st.warning("  \n".join(map(escape_markdown, stamps[:_MAX_STAMPS])), icon=":material/warning:")

@@ -65,7 +65,7 @@ def show() -> None:
     chosen = st.fragment(_show_runs_table, run_every=SECONDS if live else None)(shown, live)
     for position, column in chosen["cells"]:
         if column == "name" and not shown[position].problem:
-            open_page("overview", run=shown[position].id)
+            open_page("overview", run=shown[position].name)
     _show_selection_actions([shown[position] for position in chosen["rows"]])
     for run in shown:
         _show_run_problems(run, is_live=run.path in live)
@@ -84,8 +84,6 @@ def _show_run_problems(run: RunSummary, *, is_live: bool) -> None:
 def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
     """Show the table of runs; rerun the page after a selection or when a live job has ended."""
     rows = pd.DataFrame(map(_runs_table_row, runs))
-    is_double = rows["name"].duplicated(keep=False)
-    rows["name"] = rows["name"].mask(is_double, [f"{run.name} ({run.path.name})" for run in runs])
     rows = rows.drop(columns=[name for name in (*_MODELS, "tags") if rows[name].isna().all()])
     shares = {name: NumberColumn(format=_PERCENT) for name in _MODELS}
     columns = {
@@ -122,7 +120,7 @@ def _show_selection_actions(ticked: list[RunSummary]) -> None:
     is_pair = len(readable) == len(ticked) == 2
     if is_pair and st.button("Compare layer by layer", icon=":material/difference:", key="compare"):
         older, newer = sorted(readable, key=lambda run: run.created)
-        open_page("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
+        open_page("repair", query={"repair": "Compare", "with": newer.name}, run=older.name)
     if len(readable) > 1:
         with show_errors_in_place():
             _show_run_comparison(readable)
@@ -133,13 +131,10 @@ def _show_selection_actions(ticked: list[RunSummary]) -> None:
 
 def _show_run_comparison(ticked: list[RunSummary]) -> None:
     """Show the drift curves of the ticked runs in one chart, and a table of their verdicts."""
-    runs = [open_cached_run(run.path) for run in ticked]
+    runs = {at.name: open_cached_run(at.path) for at in ticked}
     st.header("Drift by layer", anchor=False)
     show_drawn_chart("runs", "runs", draw_run_curves(runs, dark=is_dark()))
-    rows = pd.DataFrame(
-        {"name": run.name, "merge": at.merge or None, **_verdict_row(run)}
-        for run, at in zip(runs, ticked, strict=True)
-    )
+    rows = pd.DataFrame({"name": at.name, "merge": at.merge or None, **_verdict_row(runs[at.name])} for at in ticked)
     columns: dict[str, Any] = {name: NumberColumn(format=_PERCENT) for name in rows.select_dtypes("number")}
     show_table(rows, columns, key="compared-runs", alt=f"Verdicts on {len(rows)} runs")
 
@@ -189,7 +184,7 @@ def _runs_table_row(run: RunSummary) -> dict[str, object]:
 
 
 def _matches_filter(run: RunSummary, query: str) -> bool:
-    texts = (run.name, run.id, run.path.name, *run.tags, *run.tasks, *run.variants)
+    texts = (run.name, run.id, *run.tags, *run.tasks, *run.variants)
     return all(any(word in text.casefold() for text in texts) for word in query.casefold().split())
 
 

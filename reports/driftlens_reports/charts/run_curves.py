@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -16,22 +16,22 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn
 _MEAN = "mean relative drift"
 
 
-def draw_run_curves(runs: Sequence[DriftRun], *, dark: bool) -> Drawn:
-    """Draw the mean relative drift by layer of each run's merged model and of the repair that its verdict is on.
+def draw_run_curves(runs: Mapping[str, DriftRun], *, dark: bool) -> Drawn:
+    """Draw the mean relative drift by layer of each run's merged model and of the repair that its verdict is on, by the run's name.
 
     Means are over the tasks that all runs have, else over each run's own.
 
     Raises:
         DataError: no run has a measured drift.
     """
-    shared = set.intersection(*(set(run.tasks) for run in runs))
+    shared = set.intersection(*(set(run.tasks) for run in runs.values()))
     parts = []
-    for number, run in enumerate(runs):
+    for number, (name, run) in enumerate(runs.items()):
         judged, rows = verdict(run), run.layers()
         for kind, variant in (("merged", judged.merged), ("repaired", judged.after)):
             of_model = rows[(rows["variant"] == variant) & rows["task"].isin(shared or run.tasks)]
             means = of_model.groupby("layer")["drift_rel"].mean().rename(_MEAN).dropna().reset_index()
-            parts.append(means.assign(number=number, run=run.name, id=run.id, model=kind, variant=variant))
+            parts.append(means.assign(number=number, run=name, id=run.id, model=kind, variant=variant))
     curves = pd.concat(parts, ignore_index=True)
     if curves.empty:
         raise DataError("no drift was measured in these runs")

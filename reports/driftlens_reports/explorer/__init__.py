@@ -76,15 +76,16 @@ class Explorer:
         header = f'<header><h1>{name}</h1>{headline_html(head)}<p id="verdict"></p></header>'
         return render_page(self._page_data, header)
 
-    def embedded_page(self, *, only_points: bool = False) -> bytes:
+    def embedded_page(self) -> bytes:
         """Return the page for an iframe in the dashboard, without run name, headline and commands.
 
-        The frame's name is "driftlens " and JSON: `state` (the page's URL fragment), `dark`, and `show` ("" for all,
-        "points" or "wall"). The page posts its `height`, its `state`, and in `open` the state to show in full; the
-        host posts a changed theme or task: `{dark: true, task: "cars"}`.
+        The frame's name is "driftlens " and JSON: `state` (the page's URL fragment), `dark`, `high` (pixels that map
+        and controls fill), and `show` ("" for all, or "wall"). The page posts its `height` and its `state`; the host
+        posts a changed theme or task: `{dark: true, task: "cars"}`.
         """
-        data = explorer_data(self.run, self._request, only_points=True) if only_points else self._page_data
-        return render_page({**data, "notes": [_COMMAND.sub(".", text) for text in data["notes"]]})
+        return render_page(
+            {**self._page_data, "notes": [_COMMAND.sub(".", text) for text in self._page_data["notes"]]}
+        )
 
     @functools.cached_property
     def _page_data(self) -> dict[str, Any]:
@@ -198,13 +199,8 @@ class _TaskSamples:
         return {name: self.start + place for place, name in enumerate(self.ids)}
 
 
-def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_points: bool = False) -> dict[str, Any]:
+def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest()) -> dict[str, Any]:
     """Return the data of the explorer page as a JSON-serializable dict.
-
-    Args:
-        run: the run.
-        request: tasks, number of samples, and layout.
-        only_points: True for the last layer alone, without cards.
 
     Raises:
         DataError: the run has no such task, or no samples.
@@ -222,11 +218,6 @@ def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_p
             hint="`driftlens analyze` on its spec, with --resume, measures them.",
         )
     layers = [entry.index for entry in run.manifest.layers]
-    if only_points:
-        stored = [
-            layer for layer in layers if any(_has_stored_features(run, part.task, "expert", layer) for part in shown)
-        ]
-        layers = (stored or layers)[-1:]
     rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
     # Small products take five times the CPU time with several threads.
     with threadpool_limits(1 if rows < _FEW_ROWS else None):
@@ -253,10 +244,8 @@ def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_p
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
         "ids": [name for part in shown for name in part.ids],
         "words": words,
-        "texts": [
-            text for part in shown for text in ([""] * len(part.ids) if only_points else _sample_texts(run, part))
-        ],
-        "pictures": _thumbnail_grid(run, () if only_points else shown, sum(len(part.ids) for part in shown)),
+        "texts": [text for part in shown for text in _sample_texts(run, part)],
+        "pictures": _thumbnail_grid(run, shown, sum(len(part.ids) for part in shown)),
         "planes": planes,
         "neighbours": NEIGHBOURS,
         "columns": columns,

@@ -20,7 +20,6 @@
   const tell = (message) => { if (hosted) parent.postMessage(message, "*"); };
   const isDark = () => (root.dataset.theme ?? (scheme.matches ? "dark" : "light")) === "dark";
   const setTheme = (dark) => { root.dataset.theme = dark ? "dark" : "light"; };
-  const isCompact = hosted?.show === "points";
   if (hosted) { root.dataset.show = hosted.show; setTheme(hosted.dark); }
 
   // ---- what was packed -------------------------------------------------------------------------------------------
@@ -251,7 +250,7 @@
       this.pen.putImageData(this.image, 0, 0);
       if (state.contours && step === 1) this.contours(isStrong);
       this.overlay();
-      if (state.names && !isCompact && (this.labels || !(t < 1 || playing))) this.write();
+      if (state.names && (this.labels || !(t < 1 || playing))) this.write();
       return t < 1;
     }
     stamp(at, colour, { offsets, weights }) {
@@ -568,13 +567,12 @@
   const showCaptions = () => {
     for (const panel of panels) {
       const stage = panel.stage ?? stageAt();
-      const task = data.tasks[panel.task], title = data.stages[stage].title, model = title === "expert" ? "expert" : title;
+      const task = data.tasks[panel.task], model = data.stages[stage].title;
       let right = 0, n = 0;
       for (let i = task.start; i < task.start + task.n; i++) if (isRight(stage, i) >= 0) { n++; right += isRight(stage, i); }
       const plane = panel.plane, drawn = plane && !plane.stages.includes(stage) ? data.stages[plane.stages.find((at) => at >= stage) ?? plane.stages.at(-1)].title : "";
       const said = (n ? `, ${right} of ${n} right` : "") + (drawn ? `; its features are not stored here, drawn is ${drawn}` : "");
-      const where = isCompact ? said.replace(",", "") : ` ${data.layers[panel.layer]} · ${model}${said}`;
-      const [strong, rest] = [made("strong", "", task.name), made("span", "quiet", where)];
+      const [strong, rest] = [made("strong", "", task.name), made("span", "quiet", ` ${data.layers[panel.layer]} · ${model}${said}`)];
       panel.caption.replaceChildren(strong, rest);
       panel.canvas.setAttribute("aria-label", `Samples of ${task.name} at ${data.layers[panel.layer]}, ${model}${said}. Arrow keys go from sample to sample, Enter opens one, Space selects it, B begins a box.`);
     }
@@ -881,7 +879,6 @@
   const NAMES = { task: data.tasks.map((task) => task.name), stage: data.stages.map((stage) => stage.name), repair: repairs };
   const PLAIN = { task: "number", layer: "number", stage: "number", repair: "number", picked: "number", panels: "string", colour: "string", sort: "string", as: "string", search: "string", name: "string" };
   const first = Object.fromEntries(Object.keys(PLAIN).map((key) => [key, state[key]]));
-  const open = (task) => { Object.assign(state, { task, panels: "one" }); tell({ open: stateText() }); };
   let keeping = 0;
   const keep = () => { clearTimeout(keeping); keeping = setTimeout(write, 250); };
   const stateText = () => {
@@ -921,9 +918,9 @@
   // ---- hands and keys --------------------------------------------------------------------------------------------
   function listen(panel) {
     const canvas = panel.canvas, placed = (event) => { const box = canvas.getBoundingClientRect(); return [(event.clientX - box.left) * panel.dpr, (event.clientY - box.top) * panel.dpr]; };
-    let start = null;
+    let start = null, pressed = null, isDrag = false; // a press that never leaves its place is a click, however long its path
     canvas.onpointerdown = (event) => {
-      start = placed(event);
+      start = pressed = placed(event); isDrag = false;
       canvas.setPointerCapture(event.pointerId);
       panel.path = state.drag === "pan" ? null : [start];
       hideTip();
@@ -931,16 +928,16 @@
     canvas.onpointermove = (event) => {
       const [x, y] = placed(event);
       if (!start) { hover(panel, x, y, event); return; }
+      isDrag ||= Math.hypot(x - pressed[0], y - pressed[1]) > 4 * panel.dpr;
       if (state.drag === "pan") { isDragged = true; view.x -= (x - start[0]) / panel.zoom; view.y += (y - start[1]) / panel.zoom; start = [x, y]; } else if (state.drag === "box") panel.path = cornersOf(start, [x, y]);
       else panel.path.push([x, y]);
       redraw();
     };
     canvas.onpointerup = (event) => {
-      const [x, y] = placed(event), path = panel.path, moved = start && Math.hypot(x - start[0], y - start[1]) > 4 * panel.dpr;
+      const [x, y] = placed(event), path = panel.path;
       start = null; panel.path = null; isDragged = false;
-      if (path && (moved || path.length > 8)) choose(inside(panel, path), event.shiftKey ? "more" : event.altKey ? "less" : "new");
-      else if (isCompact) open(panel.task);
-      else if (state.drag !== "pan" || !moved) { pick(panel.nearest(x, y, 14 * panel.dpr)); }
+      if (!isDrag) pick(panel.nearest(x, y, 14 * panel.dpr));
+      else if (path) choose(inside(panel, path), event.shiftKey ? "more" : event.altKey ? "less" : "new");
       redraw();
     };
     canvas.onpointercancel = () => { start = panel.path = null; isDragged = false; redraw(); };
@@ -951,8 +948,8 @@
       panel.aim();
       view.x += sx / old - sx / panel.zoom; view.y += sy / panel.zoom - sy / old;
     };
-    canvas.ondblclick = (event) => { if (!isCompact) zoomAt(event, 2); };
-    canvas.addEventListener("wheel", (event) => { if (isCompact) return; event.preventDefault(); zoomAt(event, Math.exp(-event.deltaY / 400)); settle(); }, { passive: false });
+    canvas.ondblclick = (event) => zoomAt(event, 2);
+    canvas.addEventListener("wheel", (event) => { event.preventDefault(); zoomAt(event, Math.exp(-event.deltaY / 400)); settle(); }, { passive: false });
     canvas.onkeydown = (event) => steps(panel, event);
   }
   const inside = (panel, path) => {
@@ -997,14 +994,13 @@
         if (cost < least) [best, least] = [j, cost];
       }
       if (best >= 0) { state.picked = panel.start + best; $("live").textContent = spoken(state.picked); redraw(); keep(); }
-    } else if (event.key === "Enter" && has && !isCompact) pick(state.picked);
+    } else if (event.key === "Enter" && has) pick(state.picked);
     else if (event.key === " " && has) choose([state.picked], chosen[state.picked] ? "less" : "more");
     else if (event.key === "b" || event.key === "B") {
       panel.rod = { at: has ? panel.screen(i) : [panel.W / 2, panel.H / 2] };
       $("live").textContent = "Box: arrows move its corner, Enter sets it";
       redraw();
-    } else if (event.key === "Enter" && isCompact) open(panel.task);
-    else if (event.key === "Escape") { pick(-1); choose([]); } else if (event.key === "+") zoom(1.4);
+    } else if (event.key === "Escape") { pick(-1); choose([]); } else if (event.key === "+") zoom(1.4);
     else if (event.key === "-") zoom(1 / 1.4);
     else return;
     event.preventDefault();
@@ -1048,7 +1044,7 @@
     bound("search", "search", refilter);
     bound("as", "as", () => {});
     $("panels").options[3].hidden = data.tasks.length < 2;
-    if (hosted) root.style.setProperty("--map", `${Math.max(740, Math.round(0.82 * screen.availHeight))}px`);
+    if (hosted) root.style.setProperty("--map", `${Math.max(560, hosted.high)}px`);
     $("drawer-button").onclick = () => {
       const isClosed = document.querySelector("main").classList.toggle("closed");
       $("drawer-button").textContent = isClosed ? "Show cards" : "Hide cards";
@@ -1080,7 +1076,6 @@
     if (hosted) {
       addEventListener("message", ({ source, data: said }) => { if (source === parent && typeof said?.dark === "boolean") { const task = NAMES.task.indexOf(said.task); if (task >= 0) setTask(task); setTheme(said.dark); repaint(); tellHeight(); } });
       new ResizeObserver(tellHeight).observe(document.body);
-      $("open").onclick = () => open(state.task);
     } else addEventListener("hashchange", () => location.reload());
     scheme.addEventListener("change", repaint);
     new ResizeObserver(redraw).observe($("scatters"));

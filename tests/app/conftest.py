@@ -22,7 +22,7 @@ from streamlit.testing.v1.element_tree import Expander
 from typer.testing import CliRunner
 
 from driftlens.cli import app
-from driftlens_app import calibration, processes
+from driftlens_app import calibration, processes, run_cache
 from driftlens_app.settings import Settings
 from tests.runs.full_run import write_full_run
 
@@ -73,7 +73,7 @@ def open_app(monkeypatch: pytest.MonkeyPatch) -> Open:
     def opened(root: Path, view: str = "runs", *, read_only: bool = False, **query: str) -> AppTest:
         for name, value in Settings(root.resolve(), read_only).environment().items():
             monkeypatch.setenv(name, value)
-        st.cache_data.clear()
+        run_cache._cached_link_check.cache_clear()
         st.cache_resource.clear()
         app = AppTest.from_file(str(MAIN), default_timeout=120)
         for name, value in query.items():

@@ -137,7 +137,7 @@ def test_a_run_is_searched_for_links_once_until_it_changes(
 ) -> None:
     searched: list[Path] = []
     monkeypatch.setattr(run_cache, "require_links_inside", lambda run, root: searched.append(run))
-    run_cache._cached_link_check.clear()
+    run_cache._cached_link_check.cache_clear()
     for _ in range(3):
         list_runs(Settings(root))
         open_cached_run(run)

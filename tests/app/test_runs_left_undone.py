@@ -10,7 +10,6 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.manifest import RunStatus, read_manifest, write_manifest
-from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter, write_status
 from driftlens.utils.errors import Cancelled
 from driftlens_app import processes

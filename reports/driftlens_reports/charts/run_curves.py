@@ -17,9 +17,9 @@ _MEAN = "mean relative drift"
 
 
 def draw_run_curves(runs: Mapping[str, DriftRun], *, dark: bool) -> Drawn:
-    """Draw the mean relative drift by layer of each run's merged model and of the repair that its verdict is on, by the run's name.
+    """Draw the mean relative drift by layer of each run's merged model and of the repair that its verdict is on.
 
-    Means are over the tasks that all runs have, else over each run's own.
+    `runs` has them by name. Means are over the tasks that all runs have, else over each run's own.
 
     Raises:
         DataError: no run has a measured drift.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import streamlit as st
@@ -223,9 +223,10 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
 def test_experts_below_their_base_are_the_headline_of_the_first_page(open_app: Open, root: Path) -> None:
     """As in a new run whose prompt was guessed wrong."""
     file = root / "full" / "tables" / "accuracy.parquet"
-    rows = pd.read_parquet(file)
-    rows["variant"] = rows["variant"].replace({"base": "expert", "expert": "base"})
-    rows.to_parquet(file)
+    rows, swapped = pq.read_table(file), {"base": "expert", "expert": "base"}
+    at = rows.schema.get_field_index("variant")
+    names = pa.array([swapped.get(name, name) for name in rows.column(at).to_pylist()], pa.string())
+    pq.write_table(rows.set_column(at, rows.schema.field(at), names), file)
     app = open_app(root, "overview")
     (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
     assert "Check prompt and labels first: the experts of " in head

@@ -270,14 +270,19 @@ def show_welcome_page() -> None:
 
 
 def recommended_steps(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
-    """Return button labels for the verdict's command, and the verdict sentences to show next to them."""
+    """Return button labels for the verdict's command, and the verdict sentences to show next to them.
+
+    Sentences whose numbers the tiles and the table of tasks have are left out.
+    """
     # A button or a running job replaces the sentence with its command.
     command = found.command.replace("'", "")
     steps = [] if has_live_job(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
     if steps == [COMPARE_MERGES] and Settings.from_environment().read_only:
         steps = []
     is_answered = steps or has_live_job(run.path)
-    return steps, [text for text in found.sentences if not (is_answered and f"`{found.command}`" in text)]
+    told = found.sentences[bool(found.means) :]
+    told = [text for text in told if not (found.means and text.startswith("Worst: "))]
+    return steps, [text for text in told if not (is_answered and f"`{found.command}`" in text)]
 
 
 def show_step_buttons(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:

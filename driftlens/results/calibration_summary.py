@@ -451,7 +451,7 @@ def leaderboard_table(
         failed: reasons for missing repairs, by name.
     """
     rows = leaderboard_rows(run, names)
-    leader = "against the first"
+    leader = "against the best"
     columns: dict[str, tuple[Kind, str]] = {
         "model": ("text", "model"),
         **{"score": ("share", "score"), "95 % low": ("share", "low"), "95 % high": ("share", "high")},
@@ -480,12 +480,11 @@ def leaderboard_table(
     notes = [
         f"Means over {pluralize(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
         pairing_note(paired),
-        "Ranking on the same samples slightly favours the first repair. One draw of calibration samples. Seconds: "
+        "Ranking on the same samples slightly favours the best repair. One draw of calibration samples. Seconds: "
         "calibration only; memory: peak of the process so far; energy: all programs.",
     ]
     notes += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
-    title, note = f"Repairs of {run.name} compared", " ".join(filter(None, notes))
-    return Table.from_rows("arena", title, columns, rows, note)
+    return Table.from_rows("arena", "Repairs compared", columns, rows, " ".join(filter(None, notes)))
 
 
 @cache_on_run

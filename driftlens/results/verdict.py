@@ -529,7 +529,7 @@ class Headline:
 
 @cache_on_run
 def headline(run: DriftRun, name: str = "") -> Headline:
-    """Return the headline of a run and of one calibration: `name`, or the one added last."""
+    """Return the headline of a run and of one calibration, by default `shown_repair`."""
     judged = verdict(run, name)
     ordered = sorted(judged.means, key=lambda variant: ORDER.index(variant_kind(variant)))
     num_tasks = len(judged.tasks)

@@ -116,7 +116,7 @@ def test_a_finished_calibration_is_shown_in_every_tab_whatever_was_chosen_there(
     end(run, ["featcal", "steady", "featcal-2"])
     for tab in (app.run(), other.run(), open_app(run.parent, "repair")):
         assert chosen(tab) == "featcal-2"
-        assert "Calibration featcal-2 is done." in said(tab) and "Before and after the repair featcal-2" in said(tab)
+        assert "Calibration featcal-2 is done." in said(tab) and "Before and after featcal-2" in said(tab)
 
 
 @pytest.mark.slow

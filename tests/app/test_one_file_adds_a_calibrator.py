@@ -190,7 +190,7 @@ def test_a_command_that_does_not_answer_is_told_and_asked_again(
     monkeypatch.setattr(calibration, "run_json_command", processes.run_json_command)
     app = open_app(root, "repair")
     assert not app.exception and "torch is not *there*" in errors(app) and "Install it." in errors(app)
-    assert "Before and after the repair featcal" in [element.value for element in app.header]
+    assert "Before and after featcal" in [element.value for element in app.header]
     monkeypatch.setattr(calibration, "run_json_command", lambda *_: catalogue())
     assert app.run().number_input(key="featcal.lam").value is None and not app.error
     st.cache_resource.clear()

@@ -48,7 +48,7 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(open_a
     assert at().selectbox(key="calibration").value == "second"
     assert at(calibration="nosuch").selectbox(key="calibration").value == "second"
     app = at(calibration="first")
-    assert app.selectbox(key="calibration").value == "first" and "Before and after the repair first" in said(app)
+    assert app.selectbox(key="calibration").value == "first" and "Before and after first" in said(app)
     # The browser writes the choice into the URL; a default it would leave out.
     box = app.selectbox(key="calibration")
     assert box.proto.query_param_key == "calibration" and not box.proto.HasField("default")
@@ -62,7 +62,7 @@ def test_a_pinned_calibration_has_the_headline_until_it_is_released(open_app: Op
     other = {"first": "second", "second": "first"}[best]
     for wanted in (other, best):
         app = open_app(tmp_path, "repair", calibration=other)
-        (switch,) = [toggle for toggle in app.toggle if toggle.label == "Show in the headline"]
+        (switch,) = [toggle for toggle in app.toggle if toggle.label == "Pin to the headline"]
         assert switch.value == (wanted == best)
         switch.set_value(wanted == other).run()
         assert shown_repair(open_run(folder)) == f"calibrated:{wanted}"

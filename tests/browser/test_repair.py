@@ -138,7 +138,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     expect(page.get_by_role("button", name="FeatCal calibrate")).to_have_count(0)
     page.reload()
     # After the reload the job is either still shown, or over already; it has not begun again.
-    drawn(page, page.get_by_role("heading", name="Before and after the repair featcal"), timeout=PATIENCE)
+    drawn(page, page.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
     assert len(list((run / "logs").glob("calibrate-*.log"))) == 1
     calibrated = open_run(run)
     assert list(calibrated.manifest.calibrations) == ["featcal"]
@@ -181,7 +181,7 @@ def test_from_the_first_visit_to_the_repaired_model_by_pressing_only_buttons(
     assert box is not None and box["y"] + box["height"] < 900, "above the fold"
     button.click()
     expect(page.get_by_role("progressbar").first).to_be_visible(timeout=PATIENCE)
-    drawn(page, page.get_by_role("heading", name="Before and after the repair"), timeout=PATIENCE)
+    drawn(page, page.get_by_role("heading", name="Before and after"), timeout=PATIENCE)
     expect(page.locator(".headline").first).to_be_visible()
     drawn(page, page.get_by_text(re.compile("Calibration .+ is done.")), timeout=PATIENCE)
     expect(button).to_be_enabled()
@@ -202,7 +202,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
         tab.goto(address)
         settled(tab)
         tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Repair").click()
-        drawn(tab, tab.get_by_role("heading", name="Before and after the repair featcal"), timeout=PATIENCE)
+        drawn(tab, tab.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
     open_drawer(page, "Settings")
     name = page.get_by_role("textbox", name="Name")
     assert name.input_value() == "featcal-2"
@@ -216,7 +216,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
     tabs[1].get_by_text("Solved modules").click()  # which draws the page again
     for tab in tabs:
         drawn(tab, tab.get_by_text("Calibration featcal-2 is done."), timeout=PATIENCE)
-        expect(tab.get_by_role("heading", name="Before and after the repair featcal-2")).to_be_visible()
+        expect(tab.get_by_role("heading", name="Before and after featcal-2")).to_be_visible()
         open_drawer(tab, "All numbers")
         expect(tab.get_by_role("heading", name="largest weight moves")).to_be_visible()
     assert name.input_value() == "featcal-3"

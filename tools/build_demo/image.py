@@ -33,7 +33,7 @@ tasks = dict(sorted(drawing.tasks.items()))
 def spec() -> dict[str, Any]:
     """Return the models and data of the suite's run spec; paths are relative to it."""
     return {
-        "name": "embedded",
+        "name": "image demo",
         "architecture": {"loader": "open-clip", "source": CONFIG},
         "base": {"weights": BASE},
         "experts": {name: {"weights": EXPERT.format(name)} for name in tasks},

@@ -34,7 +34,7 @@ Rows = dict[tuple[str, str], list[tuple[str, str]]]
 def spec() -> dict[str, Any]:
     """Return the models and data of the suite's run spec; paths are relative to it."""
     return {
-        "name": "embedded-text",
+        "name": "text demo",
         "architecture": {"loader": "hf-decoder", "source": "base"},
         "base": {"weights": "base"},
         "experts": {name: {"weights": f"experts/{name}"} for name in sorted(texts)},

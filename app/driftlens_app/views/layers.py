@@ -81,15 +81,18 @@ def _show_task_rows(run: DriftRun, options: ChartOptions, key: str) -> None:
     curves = layers.pivot_table(index="task", columns="variant", values="drift_rel", aggfunc=list, sort=False)
     rows, columns = curves.index.to_frame(index=False), {}
     rows, curves = rows.set_index("task").reindex(run.tasks).reset_index(), curves.reindex(run.tasks)
+    # One scale, so that curves compare.
+    top = float(layers["drift_rel"].max())
     for name in compared_variants(run, options):
         title = display_name(name)
         rows[title] = [100 * values[-1] for values in curves[name]]
         columns[title] = NumberColumn(title, format="%.1f %%", help="Relative drift of the final feature.")
         rows[f"{title} by layer"] = [*curves[name]]
-        columns[f"{title} by layer"] = AreaChartColumn(f"{title} by layer", width=110, y_min=0.0)
+        columns[f"{title} by layer"] = AreaChartColumn(f"{title} by layer", width=110, y_min=0.0, y_max=top)
     alt = "Relative drift of every task, final and by layer"
     show_table(rows, columns, key=key, alt=alt, on_select="rerun", selection_mode="multi-row")
-    st.caption("Tick tasks to see their mean above; without a tick it is the mean over all.")
+    about = "Relative drift of the final feature, and by layer on one scale."
+    st.caption(f"{about} Tick tasks to see their mean above; without a tick it is the mean over all.")
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def _show_verdict(run: DriftRun) -> None:
     """Show the verdict in words and by task."""
     judged = verdict(run)
     _, sentences = recommended_steps(run, judged)
-    # The tiles and the table have the scores, and a button or badge its sentence.
-    repeated = (*judged.sentences[: bool(judged.means)], f"{_self_checks_label(run_self_checks(run))}.")
-    said = [text for text in sentences if text not in repeated and not text.startswith("Worst: ")]
+    # A badge has this sentence.
+    repeated = f"{_self_checks_label(run_self_checks(run))}."
+    said = [text for text in sentences if text != repeated]
     with st.container(border=True, key="verdict"):
         st.markdown("\n\n".join(verdict_markdown(run, text, judged.command) for text in said))
     if judged.means:
@@ -167,10 +167,10 @@ def _task_table(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFr
     table, columns = sortable_table(sheet)
     columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.column_formats.items() if kind == "number"}
     rows = table.loc[numbers.index].assign(task=numbers["task"])
-    layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
-    rows["by layer"] = rows["task"].map(layers)
-    about = "Relative drift from the first layer to the last."
-    columns["by layer"] = AreaChartColumn("by layer", width=70, y_min=0.0, help=about)
+    layers = run.layers(variant=last).sort_values("layer")
+    rows["by layer"] = rows["task"].map(layers.groupby("task")["drift_rel"].agg(list))
+    about, top = "Relative drift from the first layer to the last, on one scale.", float(layers["drift_rel"].max())
+    columns["by layer"] = AreaChartColumn("by layer", width=70, y_min=0.0, y_max=top, help=about)
     return rows.reset_index(drop=True), columns
 
 

@@ -165,19 +165,19 @@ def _show_calibration_results(run: DriftRun, job: JobStatus | None) -> None:
             show_note("This run has no calibrated variant yet.")
         return
     _select_newest_calibration(run, names, job)
-    heading, choice = st.columns([3, 1], vertical_alignment="center")
+    heading, pin, choice = st.columns([2, 1, 1], vertical_alignment="center")
     # Streamlit leaves the default out of the URL, so there is none: the newest calibration changes with time.
     field = {"key": "calibration", "bind": "query-params", "label_visibility": "collapsed"}
     name = choice.selectbox("Calibration", names, index=None, **field)
     if name is None:
         return
-    heading.header(f"Before and after the repair {escape_markdown(name)}", anchor=False)
+    heading.header(f"Before and after {escape_markdown(name)}", anchor=False)
     if job is not None and job.job.name == name and job.state == "done":
         st.caption(f":material/check_circle: Calibration {escape_markdown(name)} is done.")
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
         st.caption(":material/pending: Drift and accuracy are measured; attribution to layers is still running.")
     if len(names) > 1:
-        with choice:
+        with pin:
             _show_pin(run, name)
     _show_single_calibration(run, name)
 
@@ -188,7 +188,7 @@ def _show_pin(run: DriftRun, name: str) -> None:
     blocked = Settings.from_environment().read_only or has_live_job(run.path)
     about = "Headline, exhibits and cards show this calibration. Without a pin they show the best one."
     key = f"pin-{run.id}-{name}-{is_pinned}"
-    if st.toggle("Show in the headline", is_pinned, key=key, disabled=blocked, help=about) != is_pinned:
+    if st.toggle("Pin to the headline", is_pinned, key=key, disabled=blocked, help=about) != is_pinned:
         with show_errors_in_place():
             with RunWriter.resume(run.path) as writer:
                 writer.pin_calibration("" if is_pinned else name)
@@ -216,7 +216,7 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
     with show_errors_in_place():
         st.header("Broken by the merge, and fixed by the repair", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated_variant(name)}))
-    with show_errors_in_place(), st.container(horizontal=True):
+    with show_errors_in_place(), st.container(horizontal=True, vertical_alignment="center"):
         _show_downloads(run, name)
         st.page_link(page_path("samples"), label="Samples", icon=":material/scatter_plot:")
         st.page_link(page_path("export"), label="Export", icon=":material/description:")

@@ -135,7 +135,7 @@ def _add_head_axis(grid: panels.PanelGrid, panel: int, kind: CurvePanel, *, has_
     """Give a panel a right axis for the head, with the scale of the other panels of its kind."""
     first = 0 if grid.kinds == 1 or not kind.name or "matches" in kind.axis else panel % grid.kinds
     # A linear axis starts at 0, and needs no level of the other layers.
-    axis = {**kind.axis, "rangemode": "tozero", "autorangeoptions": None} if kind.line else kind.axis
+    axis = {**kind.axis, "rangemode": "tozero", "autorangeoptions": None} if kind.line is not None else kind.axis
     unit = kind.title.rpartition(" (")[2]
     title = {"text": f"head ({unit}", "standoff": 2} if has_labels else None
     grid.add_right_axis(panel, first, **{**axis, "showticklabels": has_labels, "title": title, "nticks": 4})
@@ -361,6 +361,7 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
         y_titles=["task"],
         columns=1,
         height=max(_ROW * len(tasks) + 8, _LEAST),
+        legend=None,
         dark=dark,
     )
     places = [words.escape_plotly(run.layer_name(layer)) for layer in layers]

@@ -224,7 +224,7 @@ def panel_grid(
     dark: bool,
     columns: int = _MOST_COLUMNS,
     height: int = 190,
-    legend: Sequence[str] = (),
+    legend: Sequence[str] | None = (),
     below: int = 0,
 ) -> PanelGrid:
     """Create a grid of empty panels with titles, axis titles and a legend.
@@ -236,7 +236,7 @@ def panel_grid(
         dark: True for the dark theme.
         columns: the largest number of columns.
         height: height of a panel, in pixels.
-        legend: names in the legend, for which room is reserved.
+        legend: names in the legend, for which room is reserved; None without a legend.
         below: pixels reserved for lines of text below each panel.
     """
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
@@ -254,8 +254,9 @@ def panel_grid(
     axes = _grid_axes_settings(len(titles), across, down, x_titles, y_titles)
     theme, font = theme_layout(dark), {"size": SIZE, "color": palette(dark).ink}
     # Of one row where the names are not known.
-    wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend)
-    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTHS[has_stacked_panels()])) + _TITLE
+    wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend or ())
+    lines = 0 if legend is None else max(1, -(-wide // _LEGEND_WIDTHS[has_stacked_panels()]))
+    top = 12 + _LEGEND_ROW * lines + _TITLE
     settings = {
         **theme,
         **axes,

@@ -48,8 +48,10 @@ from driftlens_reports.charts.theme import deep_merge
 from driftlens_reports.formats.page import standalone_headline
 
 _LOG = logging.getLogger("driftlens_app")
-# Columns of names, and the length from which their width is fixed.
-_NAMED, _LONG_NAME = ("name", "task", "model"), 28
+# Columns of names, the length from which their width is fixed, and pixels of a letter.
+_NAMED, _LONG_NAME, _LETTER = ("name", "task", "model"), 14, 8
+# Rows that a table shows at once; a longer one scrolls.
+_TALLEST = 30
 # Characters of a caption that fit next to the sidebar.
 _LINE = 140
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
@@ -304,11 +306,16 @@ def _show_chart_notes(name: str, run_id: str, drawn: Drawn, says: str = "") -> N
 
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
     """Show a data frame as a sortable table with a dash for missing values; return Streamlit's selection."""
-    # Longer names would push numbers out of view.
-    width = 128 if is_narrow() else 220
+    # Longer names would push numbers out of view, and shorter ones be cut in a table of many columns.
+    widest = 128 if is_narrow() else 220
     lengths = {name: rows[name].astype(str).str.len().max() for name in _NAMED if name in rows}
-    named = {name: TextColumn(name, width=width) for name, length in lengths.items() if length > _LONG_NAME}
+    named = {
+        name: TextColumn(name, width=min(widest, 20 + _LETTER * int(length)))
+        for name, length in lengths.items()
+        if length > _LONG_NAME
+    }
     looks = {"hide_index": True, "placeholder": "–", "column_config": {**named, **columns}}
+    looks["height"] = "content" if len(rows) <= _TALLEST else "auto"
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 

@@ -214,7 +214,7 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
         # The chart above shows the drift.
         show_report_table(task_table(run, verdict(run, name)), {"relative drift"})
     with show_errors_in_place():
-        st.header("Broken by the merge, and fixed by the repair", anchor=False)
+        st.header("What the repair fixed, and what it did not", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated_variant(name)}))
     with show_errors_in_place(), st.container(horizontal=True, vertical_alignment="center"):
         _show_downloads(run, name)

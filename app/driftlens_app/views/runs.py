@@ -90,7 +90,7 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
         **shares,
         "calibrated": NumberColumn("calibration", format=_PERCENT, help="Score of the best or pinned calibration."),
         "relative drift": NumberColumn(
-            "its drift",
+            "final drift",
             format=_PERCENT,
             help="Relative drift of the final feature, mean over tasks, of that calibration or the merged model.",
         ),

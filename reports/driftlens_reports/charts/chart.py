@@ -73,7 +73,7 @@ class Chart:
         title: a heading.
         section: one of `SECTIONS`.
         rank: its place, ascending, in its section of a report and its part of a page.
-        caption: one sentence on the plotted quantity, n, dispersion and split.
+        caption: the plotted quantity in a sentence of one line; then dispersion, n and split.
         hint: how to read it, and its limits.
         needs: a table of the run, and its required columns.
         presets: the report presets that it belongs to besides `full`.

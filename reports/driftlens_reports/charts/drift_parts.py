@@ -69,8 +69,8 @@ def compared_variants(run: DriftRun, options: ChartOptions) -> list[str]:
     rank=5,
     presets=("standard", "calibration"),
     needs=("samples", ("drift_l2", "mismatch_l2", "propagation_l2")),
-    caption="Relative drift e of each layer as a line, split into local mismatch m (dark: the layer's own) and "
-    "propagation p (light: inherited), before and after repair; mean over tasks, head apart.",
+    caption="Line: relative drift e; dark: local mismatch m (the layer's own); light: propagation p (inherited). "
+    "Ratios of sums over diagnosis samples, mean over tasks; before and after repair, head apart.",
     hint="m and p are projected on e, sample by sample, so that the areas add up to the line exactly; their norms "
     "don't. Where the dark area lies below the line's light one, m cancels part of p. Thick dark areas are the layers "
     "to repair.",

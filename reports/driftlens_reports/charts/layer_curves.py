@@ -241,8 +241,8 @@ _PARTS = {
     rank=10,
     presets=("standard",),
     needs=("layers", ("mismatch_l2_mean", "propagation_l2_mean", "cross_term")),
-    caption="Local mismatch m (the layer's own error) and propagation p (inherited error) by layer, mean norms over "
-    "diagnosis samples, and their cross term, a ratio of sums.",
+    caption="Local mismatch m (the layer's own error), propagation p (inherited error) and their cross term, by "
+    "layer. Mean norms over diagnosis samples; the cross term is a ratio of sums.",
     hint="Large m: the layer's own weights are at fault. Large p: it passes on earlier errors. Where the cross term is "
     "positive the two add up, where negative they cancel in part. Norms of m and p do not sum to the drift; "
     "contributions do.",
@@ -277,8 +277,9 @@ _GAINS = {
     rank=20,
     presets=("standard",),
     needs=("layers", ("amplification",)),
-    caption="Norm of the propagated drift relative to the incoming drift, a ratio of sums over diagnosis samples; "
-    "band: relative error of the path-averaged Jacobian; open markers: its mean gain on random directions.",
+    caption="Norm of the propagated drift relative to the incoming drift; open markers: mean gain on random "
+    "directions. Ratios of sums over diagnosis samples; band: relative error of the path-averaged "
+    "Jacobian.",
     hint="Above 1 a layer enlarges inherited drift, below 1 it damps it. Far above the open markers, it enlarges the "
     "drift's direction more than a random one. The stem inherits nothing. A visible band means that the Jacobian "
     "does not explain the layer.",
@@ -329,8 +330,8 @@ _BAR_BELOW = 66
     rank=20,
     presets=("standard",),
     needs=("layers", ("final_share",)),
-    caption="Signed share of the final drift from each layer's local mismatch, a ratio of sums over diagnosis samples, "
-    "by task and layer (last column: remainder), one panel per variant.",
+    caption="Signed share of the final drift from each layer's local mismatch, by task and layer; last column: "
+    "remainder. Ratios of sums over diagnosis samples, one panel per variant.",
     hint="Orange layers cause final drift, blue ones reduce it. Each row sums to 100 % with its remainder; a large "
     "remainder means that the quadrature of the Jacobians was too coarse.",
 )

@@ -18,7 +18,8 @@ from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, deep_merge, palette, theme_layout
 
-_MOST_COLUMNS = 3
+# Columns of up to nine panels, and of more.
+_FEW_COLUMNS, _MOST_COLUMNS = 3, 4
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
 # Pixels: a row of the legend, its width in a window and in a narrow one, and what an entry takes of it.
 _LEGEND_ROW, _LEGEND_WIDTHS, _SYMBOL, _LEGEND_LETTER = 24, (600, 330), 46, 7
@@ -222,7 +223,7 @@ def panel_grid(
     x_title: str | Sequence[str],
     y_titles: Sequence[str],
     dark: bool,
-    columns: int = _MOST_COLUMNS,
+    columns: int = 0,
     height: int = 190,
     legend: Sequence[str] | None = (),
     below: int = 0,
@@ -234,13 +235,13 @@ def panel_grid(
         x_title: one title for all x axes, or one per column or panel.
         y_titles: one title for all y axes, or one per column.
         dark: True for the dark theme.
-        columns: the largest number of columns.
+        columns: the largest number of columns; 0 chooses it by the number of panels.
         height: height of a panel, in pixels.
         legend: names in the legend, for which room is reserved; None without a legend.
         below: pixels reserved for lines of text below each panel.
     """
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
-    columns = min(columns, len(titles))
+    columns = min(columns or (_FEW_COLUMNS if len(titles) <= 9 else _MOST_COLUMNS), len(titles))
     # What differs from column to column would leave none of them the room for its titles. Parts of one have one.
     kinds = len(y_titles) if all(y_titles) else 0
     if has_stacked_panels() and kinds:

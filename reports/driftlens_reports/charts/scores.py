@@ -221,8 +221,8 @@ def _cosine_summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     section="parameters",
     rank=20,
     needs=("params", ("cos",)),
-    caption="Mean cosine of each variant's task vector to the expert's, by layer and by group of modules, with "
-    "whiskers from the lowest to the highest task; no samples are involved.",
+    caption="Mean cosine of each variant's task vector to the expert's, by layer and by group of modules. "
+    "Whiskers: lowest to highest task; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. A low cosine means that the merge left the expert's "
     "direction. Calibration may lower these cosines: it repairs features, not weights.",
 )
@@ -326,8 +326,8 @@ def _missing_sweep_message(run: DriftRun, options: ChartOptions) -> str | None:
     presets=("calibration",),
     needs=("sweeps", ("drift_l2_mean",)),
     lacks=_missing_sweep_message,
-    caption="Final drift (diagnosis samples) and scores (test samples) by one setting of the calibration, mean and "
-    "standard deviation over seeds; bold: mean of tasks, thin: each task.",
+    caption="Final drift (diagnosis samples) and scores (test samples) by one setting; bold: mean of tasks, thin: "
+    "each task. Mean and standard deviation over seeds.",
     hint="Where curves are flat the setting matters little. Differences smaller than the whiskers are noise of the "
     "calibration samples. The best point looks better on these samples than it is.",
 )
@@ -445,8 +445,8 @@ def _missing_calibrations_message(run: DriftRun, options: ChartOptions) -> str |
     presets=("calibration",),
     needs=("accuracy", ("value",)),
     lacks=_missing_calibrations_message,
-    caption="Mean test score against calibration time on all samples, a point per calibration; whiskers: 95 % "
-    "intervals over samples; rings need the task ID at inference; lines: base, merged model and experts.",
+    caption="Mean test score against calibration time on all samples; lines: base, merged model and experts. "
+    "Whiskers: 95 % intervals over samples; rings need the task ID at inference.",
     hint="Upper left is better. Seconds: one run on one machine. A ring has one map per task, so it is not a single "
     "model.",
 )

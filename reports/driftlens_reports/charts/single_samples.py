@@ -45,8 +45,8 @@ def _missing_pairs_message(run: DriftRun, options: ChartOptions) -> str | None:
     rank=20,
     needs=("samples", ("cos",)),
     lacks=_missing_pairs_message,
-    caption="Cosine to the expert's feature per diagnosis sample, merged model on x and other variants on y, with the "
-    "line of no change and each variant's mean gain, one panel per task.",
+    caption="Cosine to the expert's feature per diagnosis sample: merged model on x, other variants on y; dotted: "
+    "no change. Text: each variant's mean gain.",
     hint="Above the line a sample is closer to the expert than with the merged model, below it farther. Samples at the "
     "lower left were far off before.",
 )
@@ -257,8 +257,8 @@ _FLIPPED_SHARE = "share flipped, all margins"
     presets=("standard", "calibration"),
     needs=("outputs", ("flipped", "margin")),
     also="heads of two classes or more",
-    caption="Kept and flipped decisions on the diagnosis samples of the chosen tasks, by the expert's margin (best "
-    "minus second-best score), one panel per variant.",
+    caption="Kept and flipped decisions on diagnosis samples, by the expert's margin (best minus second-best "
+    "score). One panel per variant.",
     hint="Flips at small margins were close decisions; flips at large margins are samples the expert was sure of. "
     "Score scales differ between tasks: choose one task to compare.",
 )
@@ -346,9 +346,9 @@ def _score_drift_bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=60,
     needs=("outputs", ("score_drift_l2", "score_gain")),
     also="heads",
-    caption="Norm of the score drift of diagnosis samples against its bound (gain of the score map times final drift, "
-    "plus the mismatch of score maps) on logarithmic axes with the line of equality, one panel per estimate of the "
-    "gain.",
+    caption="Norm of the score drift of diagnosis samples against its bound; dotted: equality. The bound is the "
+    "gain of the score map times the final drift, plus the mismatch of score maps; one panel per estimate "
+    "of the gain.",
     hint="No point may be above the line of the certified bound; the distance below it shows how loose the bound is. "
     "Secant points are on the line where models share the score map, and on or below it elsewhere. Directional and "
     "spectral gains are sampled and guarantee nothing.",

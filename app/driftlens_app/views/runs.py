@@ -28,6 +28,7 @@ from driftlens_app.show import (
     escape_markdown,
     format_time,
     is_dark,
+    is_narrow,
     show_drawn_chart,
     show_errors_in_place,
     show_note,
@@ -100,7 +101,9 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
         "alt": f"Table of {len(rows)} runs",
     }
     # Further columns would be cut off in most windows; the table's menu has them.
-    modes["column_order"] = [name for name in rows if name not in ("created", "size", "id")]
+    shown = [name for name in rows if name not in ("created", "size", "id")]
+    # In a narrow window, the scores come first.
+    modes["column_order"] = sorted(shown, key=lambda name: is_narrow() and name in ("state", "merge", "tags"))
     modes["on_select"] = lambda: st.session_state.update({_CHOSEN: True})
     # Streamlit stores selected rows by position, so a table of other runs needs another key.
     key = f"runs-{hashlib.sha256(repr([run.path for run in runs]).encode()).hexdigest()[:12]}"

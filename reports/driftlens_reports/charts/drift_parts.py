@@ -69,11 +69,11 @@ def compared_variants(run: DriftRun, options: ChartOptions) -> list[str]:
     rank=5,
     presets=("standard", "calibration"),
     needs=("samples", ("drift_l2", "mismatch_l2", "propagation_l2")),
-    caption="Line: relative drift e; dark: local mismatch m (the layer's own); light: propagation p (inherited). "
+    caption="Line: relative drift e; strong: local mismatch m (the layer's own); faint: propagation p (inherited). "
     "Ratios of sums over diagnosis samples, mean over tasks; before and after repair, head apart.",
     hint="m and p are projected on e, sample by sample, so that the areas add up to the line exactly; their norms "
-    "don't. Where the dark area lies below the line's light one, m cancels part of p. Thick dark areas are the layers "
-    "to repair.",
+    "don't. Where the strong area lies below the line's faint one, m cancels part of p. Thick strong areas are the "
+    "layers to repair.",
 )
 def _draw_drift_parts(run: DriftRun, options: ChartOptions) -> Drawn:
     names = compared_variants(run, options)

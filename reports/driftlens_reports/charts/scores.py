@@ -82,12 +82,13 @@ def _draw_by_task(
             draw = brush.bars if as_bars else brush.line
             traces.append(draw(str(name), tasks, part[column], ends, **hover))
     tasks = [str(task) for task in rows["task"].unique()]
+    longest = words.LONGEST_OF_TWO if panels.has_stacked_panels() else words.LONGEST
     tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
     figure = theme.themed_figure(
         *traces,
         **{"dark": dark, "height": 400, "scattermode": "group", "scattergap": 0.4},
         **{"barmode": "group", "bargap": 0.25, "bargroupgap": 0.08},
-        xaxis={"title": {"text": "task"}, **theme.category_axis(tasks)},
+        xaxis={"title": {"text": "task"}, **theme.category_axis(tasks, longest)},
         yaxis={"title": {"text": title}, "tickformat": tick, "rangemode": start},
     )
     if AVERAGE in tasks:
@@ -220,6 +221,7 @@ def _cosine_summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     title="Task vectors by layer and group of modules",
     section="parameters",
     rank=20,
+    presets=("standard", "calibration"),
     needs=("params", ("cos",)),
     caption="Mean cosine of each variant's task vector to the expert's, by layer and by group of modules. "
     "Whiskers: lowest to highest task; no samples are involved.",

@@ -14,7 +14,7 @@ from plotly.colors import hex_to_rgb
 
 from driftlens.results.formatting import format_percent
 from driftlens.utils.variants import variant_kind
-from driftlens_reports.charts.words import escape_plotly, escaped_label, variant_label
+from driftlens_reports.charts.words import LONGEST, escape_plotly, escaped_label, variant_label
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 # Font sizes in pixels: titles and legend; ticks and panel text.
@@ -393,12 +393,12 @@ def interval_hover_texts(
     ]
 
 
-def category_axis(names: Sequence[str]) -> dict[str, Any]:
-    """Return plotly settings of a categorical axis with names in the given order."""
+def category_axis(names: Sequence[str], longest: int = LONGEST) -> dict[str, Any]:
+    """Return plotly settings of a categorical axis with names in the given order, shortened to `longest` letters."""
     shown = [escape_plotly(name) for name in names]
     return {
         **{"type": "category", "categoryorder": "array", "categoryarray": shown},
-        **{"tickvals": shown, "ticktext": [*map(escaped_label, names)], "showgrid": False},
+        **{"tickvals": shown, "ticktext": [escaped_label(name, longest) for name in names], "showgrid": False},
     }
 
 

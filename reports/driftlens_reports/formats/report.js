@@ -4,6 +4,8 @@
 (() => {
   // Pixels of a drawing before the style sheet's zoom for paper; much lower than a page, so that pages get full.
   const PRINTED_WIDTH = 1030, PRINTED_HEIGHT = 900;
+  // A page, for charts of so many panels that they would be too low; they have no room for titles of value axes.
+  const PAGE_HEIGHT = 1420;
   const waiting = new Set(document.querySelectorAll(".plot"));
   const drawn = [];
 
@@ -48,7 +50,11 @@
     for (const part of document.querySelectorAll("details.part")) part.open = true;
     for (const plot of drawn) if (scheme.matches) show(plot, false);
     for (const plot of waiting) draw(plot, false);
-    for (const plot of drawn) Plotly.relayout(plot, { autosize: false, width: PRINTED_WIDTH, height: Math.min(plot.layout.height, PRINTED_HEIGHT) });
+    for (const plot of drawn) {
+      const isCrowded = plot.layout.height > 2 * PRINTED_HEIGHT, highest = isCrowded ? PAGE_HEIGHT : PRINTED_HEIGHT;
+      plot.classList.toggle("crowded", isCrowded);
+      Plotly.relayout(plot, { autosize: false, width: PRINTED_WIDTH, height: Math.min(plot.layout.height, highest) });
+    }
   });
   window.addEventListener("afterprint", () => {
     for (const plot of drawn) show(plot, scheme.matches); // with its own size again

@@ -133,8 +133,8 @@ def _draw_score_bars(
         counts |= {score.n for score in scores if score.n}
         values = {"accuracy": ends["value"], "ci_low": ends["low"], "ci_high": ends["high"]}
         plate.record("c", run, values, task=[*metrics], variant=variant)
-    axes.set_xticks(range(len(metrics)), [shorten_middle(task_title(task), 14) for task in metrics])
-    axes.tick_params(axis="x", rotation=30 if len(metrics) > 6 else 0)
+    slanted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if len(metrics) > 6 else {}
+    axes.set_xticks(range(len(metrics)), [shorten_middle(task_title(task), 14) for task in metrics], **slanted)
     quantities = ", ".join(sorted({metric.title for metric in metrics.values()}))
     axes.set_title(f"(c) {quantities} by task")
     # Correlations may be negative.

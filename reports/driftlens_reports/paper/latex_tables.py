@@ -147,7 +147,7 @@ def _task_column_header(task: str, metric: Metric) -> str:
 def _score_table_rows(
     run: DriftRun, options: ExhibitOptions, metrics: Mapping[str, Metric], is_one_of_many: bool
 ) -> list[_TableRow]:
-    method = str(spec_section(run, "merge").get("method", ""))
+    method = str(run.manifest.merge.get("title") or spec_section(run, "merge").get("method", ""))
     merged = variant_title("merged")
     labels = {"base": variant_title("base"), "expert": "experts"}
     labels["merged"] = f"{merged} ({method.replace('_', ' ')})" if method and merged == "merged" else merged

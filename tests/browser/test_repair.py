@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
-from contextlib import suppress
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,10 @@ from playwright.sync_api import TimeoutError, expect
 import driftlens as dl
 from driftlens.results.formatting import typeset_signs
 from driftlens.results.verdict import verdict
+from driftlens.runs.manifest import EVENTS, MERGES, live_lock_owner
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_app.calibration import START
+from driftlens_reports.merges import read_merge_ranking
 from tests.browser.reading import PATIENCE, choose, drawn, open_drawer, settled
 from tests.pipelines.calibrating import roomy_run
 from tests.runs.full_run import write_full_run
@@ -152,6 +159,90 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     settled(page)  # the wall of samples comes last, and buttons are drawn anew until then
     weights = run / "calibrations" / "featcal" / "weights.safetensors"
     assert _handed_out(page, "Calibrated checkpoint").read_bytes() == weights.read_bytes()
+
+
+@contextmanager
+def stopped_at_a_layer(run: Path) -> Iterator[dict[int, float]]:
+    """Hold the run's job where it has solved some layers; the drift that it has told of each."""
+    drifts: dict[int, float] = {}
+    while not drifts:
+        text = (run / EVENTS).read_text(encoding="utf-8") if (run / EVENTS).is_file() else ""
+        told = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        told = [event.get("metrics", event) for event in told]
+        drifts = {event["layer"]: event["drift_l2_mean"] for event in told if "drift_l2_mean" in event}
+        time.sleep(0.002)
+    owner = live_lock_owner(run)
+    assert owner is not None, "it ended before it could be held"
+    os.killpg(owner.pid, signal.SIGSTOP)
+    try:
+        yield drifts
+    finally:
+        os.killpg(owner.pid, signal.SIGCONT)
+
+
+def test_the_live_curve_takes_the_place_of_the_buttons_and_the_result_is_one_screen(
+    page: Any, writable: tuple[str, Path]
+) -> None:
+    address, run = writable
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(f"{address}/repair")
+    settled(page)
+    button = page.get_by_role("button", name="FeatCal calibrate")
+    place = button.bounding_box()
+    button.click()
+    with stopped_at_a_layer(run) as drifts:
+        curve = page.locator(".st-key-chart-running")
+        curve.locator(".main-svg").first.wait_for()
+        settled(page)
+        for name in ("FeatCal calibrate", "Find the best repair"):
+            expect(page.get_by_role("button", name=name)).to_have_count(0)
+        top = page.get_by_text("Calibration featcal").bounding_box()
+        settings = page.get_by_text("Settings", exact=True).bounding_box()
+        box = curve.bounding_box()
+        assert place["y"] - 10 <= top["y"] <= place["y"] + 40 and box["y"] + box["height"] <= min(settings["y"], 900)
+        expect(page.get_by_role("progressbar")).to_be_visible()
+        lines = page.evaluate("document.querySelector('.st-key-chart-running .js-plotly-plot').data.map(it => it.y)")
+        assert any(set(drifts.values()) <= {*line} for line in lines), (drifts, lines)
+    heading = page.get_by_role("heading", name="Before and after the repair featcal")
+    expect(page.get_by_text("Calibration featcal is done.")).to_be_visible(timeout=PATIENCE)
+    expect(button).to_be_visible()
+    settled(page)
+    heading.evaluate("it => it.scrollIntoView()")
+    settled(page)
+    curves, samples = (
+        page.locator(f".st-key-chart-{name}").bounding_box() for name in ("mean-drift", "moved-samples")
+    )
+    assert curves["x"] + curves["width"] <= samples["x"] and abs(curves["y"] - samples["y"]) < 1
+    tiles = page.locator(".headline .tile")
+    scores, table = tiles.last.bounding_box(), page.get_by_test_id("stDataFrame").first.bounding_box()
+    assert 0 <= heading.bounding_box()["y"] < curves["y"] < scores["y"] and scores["y"] + scores["height"] <= 900
+    for text in tiles.all_inner_texts():  # a score and its interval
+        assert re.search(r"[\d.]+\s%\s+[\d.]+\sto\s[\d.]+\s%", text), text
+    assert scores["y"] < table["y"] < page.get_by_text("All numbers", exact=True).bounding_box()["y"]
+
+
+def test_one_press_compares_merges_and_ends_in_a_ranked_chart(
+    page: Any, world: World, workshop: tuple[str, Path]
+) -> None:
+    """Of a run without scores, whose merge may always be farther from its experts than another one."""
+    address, root = workshop
+    run = dl.analyze(world.spec(heads=None, metrics={"jacobian": False}), out=root / "light", progress="none").path
+    page.goto(f"{address}/overview")
+    settled(page)
+    button = page.get_by_role("button", name="Compare merges")
+    button.click()
+    expect(page.get_by_role("progressbar")).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_text("Comparison of merges of light")).to_be_visible()
+    expect(button).to_have_count(0)
+    drawn(page, page.get_by_role("heading", name="Compared merges"), timeout=PATIENCE)
+    expect(page.get_by_role("button", name="Cancel")).to_have_count(0)
+    ranking = read_merge_ranking(run / MERGES)
+    names = [row["merge"] for row in sorted(ranking["merges"], key=lambda row: row["place"])]
+    assert len(names) > 3
+    chart = page.locator(".st-key-chart-merges .js-plotly-plot")
+    chart.locator(".main-svg").first.wait_for()
+    shown = chart.evaluate("it => it.data.flatMap(line => [...line.y])")
+    assert {*names} <= {*shown}
 
 
 def _handed_out(page: Any, button: str) -> Path:

@@ -203,7 +203,7 @@ def test_the_live_curve_takes_the_place_of_the_buttons_and_the_result_is_one_scr
         expect(page.get_by_role("progressbar")).to_be_visible()
         lines = page.evaluate("document.querySelector('.st-key-chart-running .js-plotly-plot').data.map(it => it.y)")
         assert any(set(drifts.values()) <= {*line} for line in lines), (drifts, lines)
-    heading = page.get_by_role("heading", name="Before and after the repair featcal")
+    heading = page.get_by_role("heading", name="Before and after featcal")
     expect(page.get_by_text("Calibration featcal is done.")).to_be_visible(timeout=PATIENCE)
     expect(button).to_be_visible()
     settled(page)

@@ -25,7 +25,7 @@ from driftlens_app.job_panel import (
     show_live_job,
     show_step_buttons,
 )
-from driftlens_app.processes import poll_job
+from driftlens_app.processes import has_live_job, poll_job
 from driftlens_app.sample_explorer import open_explorer
 from driftlens_app.selection import TASK, Selection, current_selection, select_value
 from driftlens_app.settings import Settings
@@ -182,7 +182,9 @@ def _show_drift_sources(chosen: Selection) -> None:
         anchor=False,
         help="Each layer's share of each task's final drift, by attribution.",
     )
-    offer_attribution(chosen.run)
+    # A live job is shown once, in the place of the buttons.
+    if not has_live_job(chosen.run.path):
+        offer_attribution(chosen.run)
     options = chosen.options(variants=(variant,))
     if charts[_CELLS].missing(chosen.run, options) is not None:
         show_note("This run has no attribution of drift to layers.")

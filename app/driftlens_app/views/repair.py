@@ -162,7 +162,7 @@ def _show_calibration_results(run: DriftRun, job: JobStatus | None) -> None:
         with show_errors_in_place():
             show_headline(run)
         if job is None:
-            show_note("This run has no calibrated variant yet.")
+            show_note("No repair yet: the buttons above make one.")
         return
     _select_newest_calibration(run, names, job)
     heading, pin, choice = st.columns([2, 1, 1], vertical_alignment="center")

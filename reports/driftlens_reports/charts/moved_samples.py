@@ -37,7 +37,7 @@ def draw_moved_samples(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=[""],
         columns=2,
         height=190,
-        legend=["expert", *names],
+        legend=["expert", *map(words.variant_label, names)],
         dark=options.dark,
     )
     brush = theme.VariantPlotter(run.roles, options.dark)

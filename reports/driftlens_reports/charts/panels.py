@@ -257,7 +257,7 @@ def panel_grid(
     # Of one row where the names are not known.
     wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend or ())
     lines = 0 if legend is None else max(1, -(-wide // _LEGEND_WIDTHS[has_stacked_panels()]))
-    top = 12 + _LEGEND_ROW * lines + _TITLE
+    top = 12 + _LEGEND_ROW * lines + (_TITLE if any(titles) else 0)
     settings = {
         **theme,
         **axes,

@@ -12,12 +12,14 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
+from driftlens.results.compare import compare
 from driftlens.results.formatting import format_number, format_percent
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.layer_curves import (
     CurvePanel,
+    draw_drift_change,
     draw_layer_curves,
     draw_mean_drift,
     draw_running_drift,
@@ -350,3 +352,9 @@ def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> Non
     for name in ("layer-drift", "amplification"):
         figure = charts[name].draw(full, ChartOptions(log=True)).figure
         assert {axis.type for axis in figure.select_yaxes()} == {"log"}
+
+
+def test_a_change_at_the_head_is_drawn_from_zero_like_those_of_other_layers(full: DriftRun) -> None:
+    figure = draw_drift_change(compare(full, before="merged", after="calibrated:featcal"), dark=False).figure
+    heads = [axis for axis in figure.select_yaxes() if axis.side == "right"]
+    assert heads and all(axis.rangemode == "tozero" for axis in heads)

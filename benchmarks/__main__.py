@@ -21,6 +21,8 @@ NAMES = (
     "dashboard",
     "mixtures",
     "layers",
+    "commands",
+    "merging",
     "peers",
 )
 

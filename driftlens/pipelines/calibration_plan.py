@@ -130,8 +130,9 @@ class CalibrationPlan(SelectionResult):
         calibrator.check(has_base=study.has_base)
         interpolation = dict(self.interpolation)
         if "share" in selection:
-            # The curve shows how a factor was chosen, so a requested one has none.
-            interpolation |= {"share": selection["share"]} | ({} if interpolation else {"curve": selection["curve"]})
+            # The curve shows how a factor was chosen, so one that was requested or an existing calibration's has none.
+            curve = {} if interpolation or "curve" not in selection else {"curve": selection["curve"]}
+            interpolation |= {"share": selection["share"]} | curve
         plan = dataclasses.replace(self, automatic=True, selection=selection, interpolation=interpolation)
         if "merge" in selection:
             merge = merge_by_name(selection["merge"]["method"], selection["merge"]["parameters"])

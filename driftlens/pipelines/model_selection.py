@@ -342,7 +342,7 @@ class CandidateFitter:
 class _Candidate(NamedTuple):
     """A candidate model: made by a calibrator, on samples with these augmentations, or by a merge.
 
-    `cost` is in FeatCal calibrations of all samples.
+    `cost` is in FeatCal calibrations of all samples; `share` is the only interpolation factor to try, if not None.
     """
 
     name: str
@@ -351,6 +351,7 @@ class _Candidate(NamedTuple):
     cost: float
     views: Views | None = None
     merge: MergeConfig | None = None
+    share: float | None = None
 
     @property
     def work(self) -> float:
@@ -395,12 +396,9 @@ def choose_calibrator(
     # The spec or a request sets the augmented copies, even to none.
     has_views = any(samples.views is not None for samples in study.calibration_sets.values())
     candidates = _candidate_models(start, counts, others=others, has_base=study.has_base, has_views=has_views)
-    candidates = [*_existing_candidates(study, start, sites, existing, candidates, others=others), *candidates]
-    shares = [1.0] if share is None or not study.has_base else [share]
-    if study.has_base and share is None:
-        factors = {float(info.interpolation.get("share", 1.0)) for info in existing.values()}
-        # The last one is that of merges.
-        shares = [*sorted(factors - {0.0, *_SHARES}), *_SHARES]
+    shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
+    added = _existing_candidates(study, start, sites, existing, candidates, shares, others=others)
+    candidates = [*added, *candidates]
     total = sum(candidate.work for candidate in candidates)
     progress = CombinedProgress(reporter, total)
     measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
@@ -489,17 +487,20 @@ def _existing_candidates(
     sites: Mapping[int, Sequence[str]],
     existing: Mapping[str, CalibrationInfo],
     candidates: Sequence[_Candidate],
+    shares: Sequence[float],
     *,
     others: bool,
 ) -> list[_Candidate]:
     """Return candidates with the settings of existing calibrations of the same modules, if they are not among others.
 
-    They are fitted anew like any candidate: the saved weights may have been fitted to the held-out samples.
+    They are fitted anew like any candidate: the saved weights may have been fitted to the held-out samples. To save
+    time, each is scored at its own interpolation factor only.
     """
     chain, added = study.pool.chain, list[_Candidate]()
     present = {task: str(drawn.views or "none") for task, drawn in study.calibration_sets.items()}
     for name, info in existing.items():
         by_task = {task: info.views.get(task, "none") for task in present}
+        share = float(info.interpolation.get("share", 1.0)) if len(shares) > 1 else shares[0]
         if info.kept or (by_task != present and len({*by_task.values()}) > 1):
             continue
         try:
@@ -513,13 +514,16 @@ def _existing_candidates(
         text = next(iter(by_task.values()))
         views = None if by_task == present else CalibrationRequest.model_validate({"views": text}).views
         is_new = all(
-            other.calibrator is None or other.views != views or _is_different_calibrator(other.calibrator, repair)
+            other.calibrator is None
+            or other.views != views
+            or _is_different_calibrator(other.calibrator, repair)
+            or share not in (shares if other.share is None else [other.share])
             for other in [*candidates, *added]
         )
         is_asked = others or isinstance(repair, type(start))
         if is_new and is_asked and kind.takes_sites and solved == sites_to_update(chain, sites, repair.update):
             found = _repair_candidate(f"calibration {name}", start, repair, views)
-            added.append(found._replace(title=f"{found.title} (from {found.name})"))
+            added.append(found._replace(title=f"{found.title} (from {found.name})", share=share))
     return added
 
 
@@ -580,8 +584,9 @@ class _HeldOutTrials:
         self._progress.begin_part(candidate.work, candidate.title)
         self._make_candidate_model(candidate)
         model = pool.source(CANDIDATE_MODEL)
+        shares = self._shares if candidate.share is None else [candidate.share]
         # Merges of the same experts by averages differ little from the interpolated merged model.
-        for share in self._shares if candidate.merge is None else self._shares[-1:]:
+        for share in shares if candidate.merge is None else shares[-1:]:
             mixed = InterpolatedSource(pool.source("base"), model, share)
             pool.add(CANDIDATE_MODEL, model if share == 1 else self._load_if_within_budget(mixed))
             scores[share] = self.scorer.score_model(CANDIDATE_MODEL)
@@ -665,11 +670,14 @@ def _selection_record(
     }
     if decision.name not in best:
         return record
+    [chosen] = (candidate for candidate in candidates if candidate.name == decision.name)
     if trials.study.has_base:
+        record["share"] = best[decision.name][0]
+    # A single factor was not chosen by its score.
+    if trials.study.has_base and chosen.share is None:
         curve = {0.0: unchanged["base"], **measured[decision.name]}
         entries = [_interpolation_entry(share, values, measure) for share, values in sorted(curve.items())]
-        record |= {"share": best[decision.name][0], "curve": entries}
-    [chosen] = (candidate for candidate in candidates if candidate.name == decision.name)
+        record["curve"] = entries
     if chosen.calibrator is None:
         record["kept"] = "merged" if chosen.merge is None else "merge"
     if chosen.merge is not None:

@@ -2,7 +2,7 @@
 PYTHON ?= python
 SEED ?= 1
 
-.PHONY: help install check format test test-slow fuzz faults every sbom browser families options bench demo suites docs notebooks gallery screenshots dist lowest
+.PHONY: help install check format test test-slow fuzz faults every sbom browser families options bench demo suites docs notebooks tutorials gallery screenshots dist lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,9 @@ docs:            ## the site, under build/site; its gallery is drawn from a demo
 
 notebooks:       ## execute the docs' notebooks and keep what comes out
 	$(PYTHON) -m tests.notebooks
+
+tutorials:       ## run the docs' tutorials and keep what they print and draw; needs a browser
+	$(PYTHON) -m tests.tutorials
 
 gallery:         ## demo runs, then the pictures of README and docs that are drawn from them
 	driftlens demo --suite image --out build/demo --force

@@ -13,6 +13,8 @@ from tools.build_demo.__main__ import RECORD
 
 ROOT = Path(__file__).parents[1]
 RESIDUAL = "calibrated:residual"
+ROWS = {"image": ("| image demo:", "| images,"), "text": ("| text demo:", "| text,")}
+"""How the rows of README and docs/why.md begin."""
 SETTINGS = {"image": (0.05, 2.0, 0.3), "text": (1e-5, 0.5, 0.15)}
 
 
@@ -31,11 +33,11 @@ def has_published_numbers(run: DriftRun, suite: str) -> None:
     readme, why = (
         (ROOT / name).read_text(encoding="utf-8").replace("**", "") for name in ("README.md", "docs/why.md")
     )
-    told = readme[readme.index("embedded text suite (") : readme.index("`driftlens demo` and")]
-    parts = told.split("On eight tasks of images")
-    table = next(
-        line for line in why.splitlines() if line.startswith({"text": "| text,", "image": "| images,"}[suite])
-    )
-    for line in (parts[suite == "image"], table):
+    lines = [line for page in (readme, why) for line in page.splitlines() if line.startswith(ROWS[suite])]
+    assert len(lines) == 2
+    for line in lines:
         numbers = [float(number) for number in re.findall(r"([\d.]+) %", line)]
         assert numbers == pytest.approx(found, abs=0.3), line
+    if suite == "text":
+        (closed,) = re.findall(r"closes (\d+) % of the gap", readme)
+        assert float(closed) == pytest.approx(100 * (found[3] - found[1]) / (found[4] - found[1]), abs=1)

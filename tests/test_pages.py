@@ -14,6 +14,7 @@ import typer
 from driftlens.cli import GROUPS
 from driftlens.cli.app import app
 from tests.runs.full_run import write_full_run
+from tests.tutorials import PAGES as TUTORIALS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -77,8 +78,8 @@ BLOCKS = [
     (page, code)
     for page in PAGES
     for code in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    # tests/pipelines/test_live_scores.py runs the page on live modules.
-    if "open_run(" in code and page.stem != "live"
+    # tests/pipelines/test_live_scores.py runs the page on live modules, tests/test_tutorials.py the tutorials.
+    if "open_run(" in code and page.stem != "live" and page not in TUTORIALS.values()
 ]
 
 

@@ -35,8 +35,7 @@ def main(root: str, out: str, *wanted: str) -> None:
 
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    every = [Path(path).stem for path in pages()]
-    names = wanted or every
+    names = wanted or _page_names()
     with (
         tempfile.TemporaryDirectory() as scratch,
         serving(Path(root), Path(scratch) / "log") as address,
@@ -46,15 +45,22 @@ def main(root: str, out: str, *wanted: str) -> None:
         for kind, settings in _SHOTS.items():
             context = browser.new_context(**settings)
             for name in names:
-                # The first page is the app's main page and has no address of its own.
-                where = address if name == every[0] else f"{address}/{name}"
-                _shoot(context.new_page(), where, folder / f"{name}-{kind}.webp")
+                _shoot(context.new_page(), page_address(address, name), folder / f"{name}-{kind}.webp")
             context.close()
         browser.close()
 
 
-def _shoot(page: Any, address: str, file: Path) -> None:
-    """The whole page: Streamlit scrolls inside, so the window is made as tall as what it holds."""
+def _page_names() -> list[str]:
+    return [Path(path).stem for path in pages()]
+
+
+def page_address(server: str, name: str) -> str:
+    """The address of a page; the first one is the app's main page and has no address of its own."""
+    return server if name == _page_names()[0] else f"{server}/{name}"
+
+
+def open_page(page: Any, address: str) -> None:
+    """Open a page of the dashboard and wait until it and its explorers are drawn."""
     page.goto(address)
     page.get_by_role("heading", level=1).first.wait_for(timeout=60_000)
     settled(page)
@@ -62,6 +68,12 @@ def _shoot(page: Any, address: str, file: Path) -> None:
         explorer.scroll_into_view_if_needed()  # browsers let frames rest that nobody sees
         frame = explorer.element_handle().content_frame()
         frame.wait_for_function("window.explorer && explorer.frames > 0", timeout=60_000)
+    page.evaluate(f"{_MAIN}.scrollTop = 0")
+
+
+def _shoot(page: Any, address: str, file: Path) -> None:
+    """The whole page: Streamlit scrolls inside, so the window is made as tall as what it holds."""
+    open_page(page, address)
     for _ in range(2):  # what came into sight may have grown
         height = page.evaluate(f"{_MAIN}.scrollHeight")
         page.set_viewport_size({"width": page.viewport_size["width"], "height": min(height, _TALLEST)})

@@ -1,7 +1,7 @@
 """Train the experts of two tutorials in a copy of the text demo's folder; about a minute each on one core.
 
-    python examples/small_experts.py adapters MODELS      # LoRA adapters of MODELS/base, in MODELS/adapters
-    python examples/small_experts.py embeddings MODELS    # embedding models and their base, in MODELS/embeddings
+python examples/small_experts.py adapters MODELS      # LoRA adapters of MODELS/base, in MODELS/adapters
+python examples/small_experts.py embeddings MODELS    # embedding models and their base, in MODELS/embeddings
 """
 
 from __future__ import annotations

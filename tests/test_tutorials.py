@@ -42,13 +42,15 @@ def test_a_tutorial_is_short_and_quotes_what_its_commands_printed(name: str) -> 
 
 
 def test_pictures_of_tutorials_are_shown_and_small() -> None:
-    shown = {step["file"] for page in PAGES.values() for step in STEP.finditer(page.read_text("utf-8")) if step["file"]}
+    shown = {
+        step["file"] for page in PAGES.values() for step in STEP.finditer(page.read_text("utf-8")) if step["file"]
+    }
     files = [*(DOCS / "assets/tutorials").iterdir()]
     assert shown == {str(file.relative_to(DOCS)) for file in files}
     assert sum(file.stat().st_size for file in files) < 1_500_000
 
 
-def test_lines_of_an_output_are_found_by_their_beginnings() -> None:
+def test_lines_of_an_output_are_found_by_what_they_say() -> None:
     printed = "\nfirst: 1\n  second: 2\n\nthird: 3\nlast: 4\n"
     assert excerpt(printed, None) == "first: 1\n  second: 2\n\nthird: 3\nlast: 4\n"
     assert excerpt(printed, "second ... third | last") == "  second: 2\n\nthird: 3\nlast: 4\n"

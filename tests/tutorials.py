@@ -4,8 +4,8 @@
 
 A comment in a page says what follows it:
 
-- `<!-- output: Accuracy | Main source ... Next -->`: lines printed by the commands above: the line that begins with
-  `Accuracy`, and all from `Main source` to `Next`. Without a colon, all lines.
+- `<!-- output: Accuracy | Main source ... Next -->`: lines printed by the commands above: the first with `Accuracy`,
+  and all from the next with `Main source` to the next with `Next`. Without a colon, all lines.
 - `<!-- picture: figures/drift.png -->`: an image that the commands wrote.
 - `<!-- screenshot: layers runs/clip -->`: a page of the dashboard on a run, or a page in an HTML file.
 
@@ -86,15 +86,15 @@ def excerpt(printed: str, wanted: str | None) -> str:
     """Return the wanted lines of an output, with dots where lines between them are left out.
 
     Raises:
-        LookupError: no line begins as wanted.
+        LookupError: no line has a wanted text.
     """
     lines = printed.strip("\n").splitlines()
 
-    def find(beginning: str, start: int) -> int:
+    def find(text: str, start: int) -> int:
         for at in range(start, len(lines)):
-            if lines[at].strip().startswith(beginning):
+            if text in lines[at]:
                 return at
-        raise LookupError(f"no line begins with {beginning!r}:\n{printed}")
+        raise LookupError(f"no line has {text!r}:\n{printed}")
 
     if wanted is None:
         return "\n".join(lines) + "\n"
@@ -118,7 +118,9 @@ def write_page(page: Path, place: Path, browser: Any) -> None:
             file = page.parent / step["file"]
             file.parent.mkdir(exist_ok=True)
             source = step["source"]
-            content = (place / source).read_bytes() if step["kind"] == "picture" else _screenshot(source, place, browser)
+            content = (
+                (place / source).read_bytes() if step["kind"] == "picture" else _screenshot(source, place, browser)
+            )
             _save_picture(content, file)
         else:
             start, stop = step.span("shown")
@@ -143,7 +145,7 @@ def _screenshot(source: str, place: Path, browser: Any) -> bytes:
     else:
         file, _, state = name.partition("#")
         Opened(page, place / file, state)
-        eventually(page, "window.explorer && explorer.frames > 0")
+        eventually(page, "document.readyState === 'complete' && (!window.explorer || explorer.frames > 0)")
         page.wait_for_timeout(500)
         taken = page.screenshot()
     page.close()

@@ -24,13 +24,13 @@ def task_data(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def nearest_is_right(model: pathlib.Path, folder: pathlib.Path, n: int) -> list[float]:
+def nearest_is_right(model: pathlib.Path, folder: pathlib.Path) -> list[float]:
     """Return 1 for each test text whose nearest passage, by sentence-transformers, is of its class."""
     require_installed("sentence-transformers")
     from sentence_transformers import SentenceTransformer
 
     encoder = SentenceTransformer(str(model), device="cpu")
-    queries, passages = read_rows(folder / "test.jsonl")[:n], read_rows(folder / "passages.jsonl")
+    queries, passages = read_rows(folder / "test.jsonl"), read_rows(folder / "passages.jsonl")
     found, kept = (
         encoder.encode([row["text"] for row in rows], normalize_embeddings=True) for rows in (queries, passages)
     )

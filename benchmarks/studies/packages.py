@@ -29,7 +29,7 @@ ABOUT_TASKS = {
     "topic": "is a sentence of a film review, a product review, a newspaper or a tweet",
     "tweets": "is the mood of a tweet positive or negative",
 }
-NUM_TEST, NUM_CALIBRATION, NUM_TRAIN, NUM_PASSAGES = 400, 400, 3000, 200
+NUM_TEST, NUM_CALIBRATION, NUM_TRAIN, NUM_PASSAGES = 200, 400, 3000, 200
 CLEAR_RATING = 1.0  # the least size of a rating that counts as positive or negative
 
 Rows = list[dict[str, str]]

@@ -301,7 +301,7 @@ def count_lines(stored: Mapping[str, Results]) -> Iterator[str]:
         f"{TITLES[model]} on {sum(not unclear_gains(results, model, 'average') for results in stored.values())}"
         for model in CALIBRATED
     ]
-    yield f"Of the average, these are clearly better than base and merge, of {len(stored)} studies: {listed(counts)}."
+    yield f"Repairs of the average clearly better than base and merge, of {len(stored)} studies: {listed(counts)}."
 
 
 def overview_rows(name: str, results: Results) -> Iterator[str]:

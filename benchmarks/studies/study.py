@@ -67,7 +67,7 @@ class Study:
         train: trains an expert from base, folder, rows, steps and seed.
         steps: steps of training.
         task_data: returns a task's entry of the spec from the folder of its texts.
-        score_in_library: returns the scores [texts] of a saved model on the first `n` test texts of a folder.
+        score_in_library: returns the scores [texts] of a saved model on the test texts of a folder.
         tasks: names of the tasks.
     """
 
@@ -85,7 +85,7 @@ class Study:
     train: Callable[[pathlib.Path, pathlib.Path, Rows, int, int], None]
     steps: int
     task_data: Callable[[pathlib.Path], dict[str, Any]]
-    score_in_library: Callable[[pathlib.Path, pathlib.Path, int], list[float]]
+    score_in_library: Callable[[pathlib.Path, pathlib.Path], list[float]]
     tasks: Sequence[str] = TASKS
 
 
@@ -98,7 +98,6 @@ def main(study: Study, words: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=pathlib.Path, help="TASK/{train,calibration,test}.jsonl of `text`, `target`")
     parser.add_argument("--steps", type=int, default=study.steps, help="of training an expert")
     parser.add_argument("--samples", type=int, default=64, help="calibration texts per task")
-    parser.add_argument("--tests", type=int, default=200, help="test texts per task")
     parser.add_argument("--draws", type=int, default=5, help="draws of calibration texts for the first merge")
     arguments = parser.parse_args(words)
     folder = arguments.folder
@@ -120,7 +119,7 @@ def main(study: Study, words: Sequence[str] | None = None) -> None:
         write_text_atomic(checklist, check_files(base, experts))
     cells = [("average", draw) for draw in range(arguments.draws)] + [(name, 0) for name in [*MERGES][1:]]
     measured = {cell: measure_cell(study, spec, *cell, folder) for cell in cells}
-    settings = {name: getattr(arguments, name) for name in ("steps", "samples", "tests", "draws")}
+    settings = {name: getattr(arguments, name) for name in ("steps", "samples", "draws")}
     confirmed = confirm(study, texts, arguments)
     write_json_atomic(folder / RESULTS, results_of(study, measured, folder) | {**settings, "library": confirmed})
     print(f"`python -m benchmarks.studies.pages {folder}` writes the page of {folder / RESULTS}")
@@ -154,7 +153,9 @@ def write_spec(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the run spec of a study, without merge and seed."""
-    counts = {"n": arguments.samples, "n_diagnosis": min(NUM_DIAGNOSIS, arguments.tests), "n_test": arguments.tests}
+    num_tests = min(len(read_rows(texts / task / "test.jsonl")) for task in experts)
+    # All test texts: a smaller number would be another sample in every draw.
+    counts = {"n": arguments.samples, "n_diagnosis": min(NUM_DIAGNOSIS, num_tests), "n_test": "all"}
     return {
         "version": 1,
         "name": study.name,
@@ -267,6 +268,7 @@ def results_of(
     return {
         "name": study.name,
         "title": study.title,
+        "tests": len(measured["average", 0]["models"]["merged"][study.tasks[0]]["score"]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine("cpu"),
         "versions": {name: run.manifest.versions.get(name, "") for name in ("torch", "transformers")},
@@ -288,7 +290,7 @@ def confirm(study: Study, texts: pathlib.Path, arguments: argparse.Namespace) ->
         for model in SAVED:
             saved = arguments.folder / "saved" / model.removeprefix("calibrated:")
             for task in study.tasks:
-                scores = study.score_in_library(saved, texts / task, arguments.tests)
+                scores = study.score_in_library(saved, texts / task)
                 found[f"{model}, {task}"] = [float(np.mean(models[model][task]["score"])), float(np.mean(scores))]
         write_json_atomic(kept, found)
     content: dict[str, list[float]] = json.loads(kept.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Wall time and server CPU time of a click: every page opened again, and another task; 8 tasks, 256 samples."""
+"""Wall time and server CPU time of a click: every page opened again; 8 tasks, 256 samples."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import psutil
 
@@ -21,7 +19,6 @@ from tests.runs.full_run import Size, write_full_run
 
 TASKS, SIZE = 8, Size(12, 256, 64)
 VISITS = 5
-CHOICE = "Layers, another task"
 WANTED, WANTED_OF_SERVER = 0.8, 0.1
 """Seconds by the clock, and of the server's processor."""
 
@@ -51,7 +48,7 @@ def run(device: str) -> None:
             found = _visited(window, server_at(address))
             browser.close()
     for name, (clock, processor) in found.items():
-        case = name if name == CHOICE else f"{name}, opened again"
+        case = f"{name}, opened again"
         record("pages", f"{case}: wall time of a click", f"{statistics.median(clock):.2f} s", f"at most {WANTED:g} s")
         target = f"at most {WANTED_OF_SERVER:.2f} s of server CPU"
         record("pages", f"{case}: server CPU of a click", f"{statistics.median(processor):.2f} s", target)
@@ -71,19 +68,13 @@ def server_at(address: str) -> psutil.Process:
 def _visited(window: Any, server: psutil.Process) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of every click but the first, by page: by the clock, and of the server's processor."""
     names = [page.title for page in pages().values() if page.needs_run]
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*names, CHOICE)}
-
-    def measure(name: str, click: Callable[[Any, str], float], choice: str) -> None:
-        before = sum(server.cpu_times()[:2])
-        seconds[name][0].append(click(window, choice))
-        seconds[name][1].append(sum(server.cpu_times()[:2]) - before)
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
 
     for _ in range(1 + VISITS):
         for name in names:
-            measure(name, _visit, name)
-    _visit(window, "Layers")
-    for number in range(1 + VISITS):
-        measure(CHOICE, _choose_task, f"task {number}")
+            before = sum(server.cpu_times()[:2])
+            seconds[name][0].append(_visit(window, name))
+            seconds[name][1].append(sum(server.cpu_times()[:2]) - before)
     return {name: (clock[1:], processor[1:]) for name, (clock, processor) in seconds.items()}
 
 
@@ -94,16 +85,6 @@ def _visit(window: Any, name: str) -> float:
     started = time.perf_counter()
     link.click()
     window.wait_for_function(_HAS_OTHER_TITLE, arg=before)
-    return _drawn(window, started)
-
-
-def _choose_task(window: Any, task: str) -> float:
-    """Seconds from the choice of a task on the page Layers until every chart is drawn for it."""
-    box = window.get_by_role("combobox", name="Task", exact=True)
-    box.fill(task)
-    started = time.perf_counter()
-    window.get_by_role("option", name=task, exact=True).click()
-    window.wait_for_url(lambda url: parse_qs(urlsplit(url).query).get("task") == [task])
     return _drawn(window, started)
 
 

@@ -87,9 +87,11 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     # A single expert has no other merges to compare.
     if not compared and len(run.tasks) > 1:
         return f"driftlens merge {path}/spec.yaml --compare {merges_to_compare(run)} --out {path}/{MERGES}"
-    if not any(info.automatic for info in run.manifest.calibrations.values()):
+    chosen = [info.method for info in run.manifest.calibrations.values() if info.automatic]
+    if not chosen:
         return f"driftlens calibrate {path} --auto"
-    return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6"
+    # A choice between many methods; only FeatCal has a setting that is worth a closer look.
+    return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6" if "featcal" in chosen else f"driftlens report {path}"
 
 
 def merges_to_compare(run: DriftRun) -> str:

@@ -204,12 +204,15 @@ def test_no_command_for_live_modules_nor_a_choice_twice_nor_one_on_a_stopped_run
     run = run_of(manifest, at(expert=[380], merged=[300], cal=[200]), 400, {})
     info = dataclasses.replace(run.manifest.calibrations["cal"], automatic=True)
     tried = DriftRun(run.path, dataclasses.replace(run.manifest, calibrations={"cal": info}))
+    residual = dataclasses.replace(info, method="residual")
+    other = DriftRun(run.path, dataclasses.replace(run.manifest, calibrations={"cal": residual}))
     live = DriftRun(run.path, dataclasses.replace(run.manifest, architecture={"loader": "live"}))
     stopped = DriftRun(run.path, dataclasses.replace(run.manifest, finished=None))
-    for other in (tried, live, stopped):
-        other._frames |= run._frames
+    for changed in (tried, other, live, stopped):
+        changed._frames |= run._frames
     assert verdict(stopped).command == "driftlens analyze nowhere/spec.yaml --out nowhere --resume"
     assert verdict(tried).command == "driftlens sweep nowhere --param alpha=0.15,0.3,0.6"
+    assert verdict(other).command == "driftlens report nowhere"
     assert verdict(live).command == "" and not any("Next" in text for text in verdict(live).sentences)
 
 

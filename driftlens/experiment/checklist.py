@@ -669,6 +669,6 @@ def _check_kept(kept: Mapping[str, Mapping[str, float]], statistics: _Statistics
         < max(size[position] for position in statistics.expert_positions.values())
     ]
     if 0 < len(same) < len(sizes):
-        text = f"{pluralize(len(same), 'layer')} of the merged model equal the base's, and experts change them: "
+        text = "layers of the merged model that equal the base's though experts change them: "
         hint = "Were these layers merged? Check the recipe's layer ranges."
         yield Finding("notice", "kept", text + shorten_list(same, 3), hint)

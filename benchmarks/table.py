@@ -63,7 +63,18 @@ SUBJECTS = (
     Subject(
         "Speed",
         "CPU seconds of interleaved runs, float32 features, float64 solves.",
-        ("attribution", "calibration", "residual", "text", "processes", "peers", "growth", "device"),
+        (
+            "attribution",
+            "calibration",
+            "residual",
+            "text",
+            "processes",
+            "peers",
+            "merging",
+            "commands",
+            "growth",
+            "device",
+        ),
         "![CPU time of diagnosis, FeatCal and residual calibration against layers, width, tasks and samples]"
         "(assets/growth.png)",
     ),

@@ -106,6 +106,7 @@ def _cost(folder: pathlib.Path, words: Sequence[str]) -> tuple[float, float]:
     """Return CPU seconds and the peak memory in kB of a command."""
     for side in ("ours", "theirs"):
         shutil.rmtree(folder / side, ignore_errors=True)
+    # Not `os.wait4`: the peak of a process begins with that of its parent, which here has torch.
     command = ["/usr/bin/time", "-f", "%U %S %M", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}

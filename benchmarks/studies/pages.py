@@ -20,6 +20,7 @@ from PIL import Image
 from benchmarks.studies.packages import ABOUT_TASKS, TEXTS, download_command
 from benchmarks.studies.study import MODELS, PICTURES, REPAIRS, RESULTS, Study
 from driftlens.results.formatting import Kind, format_estimate, format_percent
+from driftlens.utils.errors import join_names
 from driftlens.utils.intervals import Interval
 from driftlens.utils.variants import METRICS, calibrated_variant
 
@@ -95,6 +96,7 @@ def study_page(study: Study, results: Results) -> str:
     tasks = "; ".join(f"`{task}`: {ABOUT_TASKS[task]}" for task in study.tasks)
     metric, second, _ = measures_of(study)
     calibrated = ", ".join(f"{TITLES[model]} {shown[model]}" for model in CALIBRATED)
+    libraries = join_names(f"`{name}`" for name in study.libraries)
     lines = [
         f"# {study.title}",
         "",
@@ -155,9 +157,9 @@ def study_page(study: Study, results: Results) -> str:
         f"python -m benchmarks.studies.{study.name} --folder kept --packages packages",
         "```",
         "",
-        f"The second command runs in a checkout of DriftLens with {listed([f'`{name}`' for name in study.libraries])} "
-        f"installed. Seeds are 0 to {number - 1} for the experts, 0 to {draws - 1} for the draws and 0 for the split "
-        "of the texts. After a kill, the same command continues where the study was.",
+        f"The second command runs in a checkout of DriftLens with {libraries} installed. Seeds are 0 to {number - 1} "
+        f"for the experts, 0 to {draws - 1} for the draws and 0 for the split of the texts. After a kill, the same "
+        "command continues where the study was.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -226,16 +228,11 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
         for merge in merges_of(results):
             for model in CALIBRATED:
                 if unclear := unclear_gains(results, model, merge):
-                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: than {listed(unclear)}")
+                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: than {join_names(unclear)}")
     if lines:
         yield from ("Not clearly better are:", "", *lines, "")
     else:
         yield from ("All repairs of all merges are clearly better than base, merge and average.", "")
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as a list in words."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def picture(study: Study, name: str) -> str:
@@ -246,7 +243,7 @@ def picture(study: Study, name: str) -> str:
 def chosen_text(results: Results) -> str:
     """Return what `--auto` chose, and how often."""
     counts = Counter(results["chosen"].values())
-    return listed([f"{title} ({count} of {counts.total()})" for title, count in counts.most_common()])
+    return join_names([f"{title} ({count} of {counts.total()})" for title, count in counts.most_common()])
 
 
 def library_sentence(study: Study, results: Results) -> str:
@@ -301,7 +298,7 @@ def count_lines(stored: Mapping[str, Results]) -> Iterator[str]:
         f"{TITLES[model]} on {sum(not unclear_gains(results, model, 'average') for results in stored.values())}"
         for model in CALIBRATED
     ]
-    yield f"Repairs of the average clearly better than base and merge, of {len(stored)} studies: {listed(counts)}."
+    yield f"Repairs of the average clearly better than base and merge, of {len(stored)} studies: {join_names(counts)}."
 
 
 def overview_rows(name: str, results: Results) -> Iterator[str]:

@@ -96,7 +96,7 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
 
 def merges_to_compare(run: DriftRun) -> str:
     """Return the merge methods to compare with the run's own, which is compared anyway, separated by commas."""
-    own = (run.manifest.merge or {}).get("method")
+    own = run.manifest.merge.get("method")
     return ",".join(method for method in _CONTENDERS["base" in run.variants] if method != own)
 
 

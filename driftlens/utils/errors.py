@@ -183,7 +183,8 @@ def pluralize(n: int, noun: str) -> str:
 
 def join_names(names: Iterable[str]) -> str:
     """Join names as in "lam, rho and alpha"."""
-    return " and ".join(filter(None, ", ".join(names).rsplit(", ", 1)))
+    *others, last = [*names] or [""]
+    return " and ".join(filter(None, [", ".join(others), last]))
 
 
 def shorten_list(names: Sequence[str], most: int = 3) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from driftlens.cli import GROUPS, app
+from driftlens.cli import GROUPS, build_app
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 WIDTH = 100
@@ -31,7 +31,7 @@ options: `DRIFTLENS_CALIBRATE_SAMPLES=64` replaces `--samples 64` of `driftlens 
 
 def page() -> str:
     """Return the page: global options, then every command in the order of `driftlens --help`."""
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(build_app())
     parts = [HEAD, "## Global options", _block("driftlens [OPTIONS] COMMAND", _rows(group))]
     for title, names in GROUPS.items():
         parts.append(f"## {title}")

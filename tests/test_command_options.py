@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import typer
 
-from driftlens.cli import GROUPS, app
+from driftlens.cli import GROUPS, build_app
 from driftlens_reports.paper.exhibit import exhibits
 from tests.command_options import FILE, page
 
-COMMANDS: Any = typer.main.get_command(app)
+COMMANDS: Any = typer.main.get_command(build_app())
 TEXT = FILE.read_text(encoding="utf-8")
 
 

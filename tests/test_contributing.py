@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import driftlens as dl
 from driftlens.calibration.calibrator import calibrators
-from driftlens.cli import app
+from driftlens.cli import build_app
 from driftlens.config.spec import load_spec
 from driftlens.engine.calibrating import LinearProblem
 from driftlens.linalg.ridge import LinearMoments
@@ -96,7 +96,7 @@ def test_the_calibrator_runs_on_the_command_line(light: DriftRun, added: None, t
     folder = copied(light, tmp_path / "run")
     flags = ["--method", "ridge", "--no-attribution", "--name"]
     for name, lam in (("near", 1e9), ("far", 0.3)):
-        shown = CliRunner().invoke(app, ["calibrate", str(folder), *flags, name, "--set", f"lam={lam}"])
+        shown = CliRunner().invoke(build_app(), ["calibrate", str(folder), *flags, name, "--set", f"lam={lam}"])
         assert shown.exit_code == 0, shown.output
     run = open_run(folder)
     assert run.manifest.calibrations["far"].settings == {"lam": 0.3}

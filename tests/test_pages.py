@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import typer
 
-from driftlens.cli import GROUPS
-from driftlens.cli.app import app
+from driftlens.cli import GROUPS, build_app
 from tests.runs.full_run import write_full_run
 from tests.tutorials import PAGES as TUTORIALS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
 
 
 def test_readme_comes_to_the_point() -> None:

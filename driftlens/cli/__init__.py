@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import errno
 import gc
 import inspect
@@ -13,7 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, expand_home_in_paths, interrupt_on_signals, manner, print_note, stopped
-from driftlens.config.requests import RENAMED
+from driftlens.config.renamed import RENAMED
 from driftlens.utils.distributed import join_process_group, world_size
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, sanitize_text, wrap_library_error
 from driftlens.utils.files import undo_unfinished_steps
@@ -49,22 +50,38 @@ class _Command(typer.core.TyperCommand):
             vars(parameter)["show_envvar"] = False
 
 
-def _configure_commands() -> None:
-    """Assign every command to its group and its place in `--help`."""
+def build_app(words: Collection[str] | None = None) -> typer.Typer:
+    """Return the command line: every command in its group and its place in `--help`, with flags.
+
+    Args:
+        words: only commands among these words get flags, which take long to derive. None stands for all commands.
+    """
     groups = {name: group for group, names in GROUPS.items() for name in names}
-    for command in app.registered_commands:
-        assert command.callback is not None
-        command.name = command.name or command.callback.__name__.removeprefix("_")
+    commands = []
+    for registered in app.registered_commands:
+        command, callback = copy.copy(registered), registered.callback
+        assert callback is not None
+        command.name = command.name or callback.__name__.removeprefix("_")
         command.rich_help_panel = groups.get(command.name)
         command.cls = _Command
         # Lines are joined, so that the help fills the terminal independent of the docstring's width.
-        parts = (inspect.getdoc(command.callback) or "").split("\n\n")
+        parts = (inspect.getdoc(callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(part.split()) for part in parts)
-        command.callback = expand_home_in_paths(command.callback)
-    app.registered_commands.sort(key=lambda command: [*groups, command.name].index(command.name))
+        command.callback = _do_nothing
+        if words is None or command.name in words:
+            from driftlens.cli.flags import add_request_flags
+
+            command.callback = expand_home_in_paths(add_request_flags(callback))
+        commands.append(command)
+    built = copy.copy(app)
+    built.registered_commands = sorted(commands, key=lambda command: [*groups, command.name].index(command.name))
+    return built
 
 
-_configure_commands()
+def _do_nothing() -> None:
+    """Stand in for a command that is only listed."""
+
+
 # Longest message printed: libraries may quote a whole file in an error.
 MAX_LINES, MAX_COLUMNS = 60, 2000
 # The base class of usage errors: typer bundles its own click, without a public name for it.
@@ -145,7 +162,9 @@ def run_command_line(arguments: list[str]) -> int:
     """Run one command line and return its exit code; global flags come first."""
     try:
         with _join_distributed_run(arguments):
-            result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
+            # A shell that completes passes the words in a variable.
+            built = build_app(None if "_DRIFTLENS_COMPLETE" in os.environ else arguments)
+            result = typer.main.get_command(built).main(arguments, prog_name="driftlens", standalone_mode=False)
             # Newer versions of typer return this code after an interrupt instead of raising.
             if result == Cancelled.exit_code:
                 raise KeyboardInterrupt

@@ -17,17 +17,16 @@ import typer
 from driftlens.cli.app import (
     JsonFlag,
     RunFolder,
-    add_request_flags,
     app,
     print_json,
     print_note,
     print_result,
     show_run,
 )
-from driftlens.config.requests import ExportRequest, ViewRequest, split_names
 from driftlens.utils.errors import ChecksFailedError, RunError, SpecError
 
 if TYPE_CHECKING:
+    from driftlens.config.requests import ExportRequest, ViewRequest
     from driftlens_reports.paper.exhibit import ExportedExhibit
 
 _PACKAGES = (
@@ -337,6 +336,7 @@ def _report(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a drift report of a run: text, tables and charts."""
+    from driftlens.config.requests import split_names
     from driftlens_reports.build import Report
     from driftlens_reports.sections import PRESETS
 
@@ -358,13 +358,13 @@ def _report(
 
 
 @app.command()
-@add_request_flags
 def _export(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     request: ExportRequest,
     as_json: JsonFlag = False,
 ) -> None:
     """Write figures and tables for a paper, with numbers, provenance and caption drafts."""
+    from driftlens.config.requests import split_names
     from driftlens.runs.run import open_run
     from driftlens_reports.card import save_summary_image
     from driftlens_reports.paper.exhibit import ExhibitOptions, export_exhibits as write
@@ -405,7 +405,6 @@ def _print_export_result(written: Sequence[ExportedExhibit], runs: Sequence[Path
 
 
 @app.command()
-@add_request_flags
 def _view(run: RunFolder, request: ViewRequest) -> None:
     """Write a stand-alone page to explore samples across models: select, filter, search, export."""
     from driftlens_reports.explorer import Explorer

@@ -13,7 +13,6 @@ from driftlens.cli.app import (
     JobOptions,
     JsonFlag,
     RunFolder,
-    add_request_flags,
     app,
     limit_threads,
     manner,
@@ -22,20 +21,18 @@ from driftlens.cli.app import (
     print_result,
     show_run,
 )
-from driftlens.config.requests import (
-    AnalysisRequest,
-    CalibrationRequest,
-    ComparisonRequest,
-    MergeRequest,
-    PreflightRequest,
-    SweepRequest,
-    split_names,
-)
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import SpecError
-from driftlens.utils.variants import calibrated_variant
 
 if TYPE_CHECKING:
+    from driftlens.config.requests import (
+        AnalysisRequest,
+        CalibrationRequest,
+        ComparisonRequest,
+        MergeRequest,
+        PreflightRequest,
+        SweepRequest,
+    )
     from driftlens.config.spec import RunSpec
     from driftlens.runs.run import DriftRun
 
@@ -54,6 +51,7 @@ def _demo(
     `text` is a small language model with four experts, `image` a small CLIP with eight. FeatCal (published settings)
     and residual calibration repair the merged model.
     """
+    from driftlens.config.requests import AnalysisRequest, CalibrationRequest
     from driftlens.demo import spec_file
     from driftlens.pipelines.analyze import analyze
     from driftlens.pipelines.calibrate import calibrate
@@ -90,7 +88,6 @@ Overrides = Annotated[
 
 
 @app.command()
-@add_request_flags
 def _init(
     models: Annotated[
         list[str] | None,
@@ -135,7 +132,6 @@ def _init(
 
 
 @app.command()
-@add_request_flags
 def _validate(spec: SpecFile, request: PreflightRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Check a spec, its checkpoints and its data, and estimate memory and disk."""
     from driftlens.config.spec import load_spec
@@ -152,7 +148,6 @@ def _validate(spec: SpecFile, request: PreflightRequest, job: JobOptions, as_jso
 
 
 @app.command()
-@add_request_flags
 def _analyze(
     source: Annotated[Path, typer.Argument(metavar="RUN.YAML|RUN", help="Run spec, or run to extend.")],
     request: AnalysisRequest,
@@ -168,6 +163,7 @@ def _analyze(
 
     Given a run directory, add missing scores and the attribution of drift to layers, and with --add diagnostics.
     """
+    from driftlens.config.requests import AnalysisRequest, split_names
     from driftlens.config.spec import load_spec
     from driftlens.runs.manifest import read_manifest
 
@@ -197,7 +193,6 @@ def _analyze(
 
 
 @app.command()
-@add_request_flags
 def _merge(
     spec: SpecFile, request: MergeRequest, comparison: ComparisonRequest, job: JobOptions, as_json: JsonFlag = False
 ) -> None:
@@ -264,7 +259,6 @@ def _attach(
 
 
 @app.command()
-@add_request_flags
 def _why(
     models: Annotated[
         list[str],
@@ -311,6 +305,7 @@ def _why(
         )
     if data and not checklist.exit_code:
         drafted = draft_spec(roles, data, overrides or (), job.access)
+        from driftlens.config.requests import AnalysisRequest
         from driftlens.pipelines.analyze import analyze as run_analysis
 
         with job.context() as context:
@@ -328,7 +323,6 @@ def _why(
 
 
 @app.command()
-@add_request_flags
 def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.runs.manifest import read_manifest
@@ -359,6 +353,7 @@ def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_
             print_note(f"notice: {text}")
         from driftlens.results.calibration_summary import calibration_json
         from driftlens.results.verdict import verdict
+        from driftlens.utils.variants import calibrated_variant
 
         info = {"name": name, "variant": calibrated_variant(name), **vars(finished.manifest.calibrations[name])}
         print_json({**info, **calibration_json(finished, name), "verdict": verdict(finished, name)})
@@ -375,7 +370,6 @@ def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_
 
 
 @app.command()
-@add_request_flags
 def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
 

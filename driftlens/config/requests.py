@@ -1,6 +1,6 @@
 """Requests: the arguments of each command as one model, from which flags, keywords and forms are derived.
 
-A field defines name, type, bounds, default and description once. `driftlens.cli.app` turns fields into flags,
+A field defines name, type, bounds, default and description once. `driftlens.cli.flags` turns fields into flags,
 `fields_as_keywords` into keywords of functions:
 
 @fields_as_keywords(request=SweepRequest)
@@ -16,7 +16,6 @@ import inspect
 import json
 import operator
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, m
 from pydantic.fields import FieldInfo
 
 from driftlens.config.data import ViewsSetting
+from driftlens.config.renamed import with_current_names
 from driftlens.config.types import (
     Count,
     Flag,
@@ -190,17 +190,6 @@ class Request(SpecSection, title="calibrate"):
     def with_changes(self, **changes: Any) -> Self:
         """Return a validated copy with some fields changed."""
         return type(self)(**{**dict(self), **changes})
-
-
-# Earlier names of keywords, options and settings of methods, which scripts and saved commands may have.
-RENAMED = {"shrink": "interpolate"}
-
-
-def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords under their current names, with a warning for each earlier name."""
-    for old in RENAMED.keys() & values.keys():
-        warnings.warn(f"{old} is now called {RENAMED[old]}", FutureWarning, stacklevel=3)
-    return {RENAMED.get(name, name): value for name, value in values.items()}
 
 
 def check_keywords(command: str, keywords: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:

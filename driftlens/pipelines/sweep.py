@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.config.requests import CalibrationRequest, SweepRequest, with_current_names
+from driftlens.config.renamed import with_current_names
+from driftlens.config.requests import CalibrationRequest, SweepRequest
 from driftlens.data.altered import CLEAN, corrupt_samples, format_corruption
 from driftlens.data.samples import SampleSet, random_order, select_samples
 from driftlens.engine.sites import ExpertFeatureCache, select_sites

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
-from driftlens.cli import main
-from driftlens.cli.app import app
+from driftlens.cli import build_app, main
 from driftlens.engine.walk import FeatureStream
 from driftlens.utils.errors import RunError
 from tests.accelerator import LACKED, NAME, turn
@@ -62,7 +61,7 @@ ELSEWHERE = {
 
 
 def test_every_command_that_takes_a_device_is_tried() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
     computing = {name for name, command in commands.items() if any(each.name == "device" for each in command.params)}
     assert computing == {*MADE, *ADDED, *ELSEWHERE}
 

@@ -21,7 +21,7 @@ from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Expander
 from typer.testing import CliRunner
 
-from driftlens.cli import app
+from driftlens.cli import build_app
 from driftlens_app import calibration, processes, run_cache
 from driftlens_app.settings import Settings
 from tests.runs.full_run import write_full_run
@@ -43,7 +43,7 @@ def read_once() -> Iterator[None]:
 @functools.cache
 def catalogue() -> dict[str, Any]:
     """What `driftlens doctor --methods --json` prints."""
-    return dict(json.loads(CliRunner().invoke(app, ["doctor", "--methods", "--json"]).stdout))
+    return dict(json.loads(CliRunner().invoke(build_app(), ["doctor", "--methods", "--json"]).stdout))
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pty
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -392,3 +393,15 @@ def test_the_option_decides_before_the_variable(
     run_cli(command, *given, "--threads", 2)
     assert found == [2, 3, 2] and torch.get_num_threads() == before
     assert run_cli(command, *given, "--threads", 0).code == 2
+
+
+def test_help_does_not_wait_for_pydantic() -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "driftlens", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert not {"pydantic", "numpy", "yaml"} & {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+
+
+def test_a_shell_completes_the_flags_of_a_command() -> None:
+    words = {"COMP_WORDS": "driftlens calibrate --sampl", "COMP_CWORD": "2", "_DRIFTLENS_COMPLETE": "complete_bash"}
+    done = subprocess.run(COMMAND, env=os.environ | words, capture_output=True, text=True)
+    assert done.stdout.split() == ["--samples"]

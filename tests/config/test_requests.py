@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import driftlens as dl
-from driftlens.cli.app import add_request_flags
+from driftlens.cli.flags import add_request_flags
 from driftlens.config.requests import (
     AnalysisRequest,
     CalibrationRequest,

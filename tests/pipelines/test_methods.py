@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from driftlens.cli import app
+from driftlens.cli import build_app
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.spec import load_spec
 from driftlens.pipelines.calibrate import prepare_calibration
@@ -35,7 +35,7 @@ NAMES = ["prob_surgery-steps-5", "surgery-steps-5", "residual", "featcal-update-
 def met(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with four repairs, made by the command line."""
     folder = copied(light, tmp_path_factory.mktemp("methods") / "run")
-    shown = CliRunner().invoke(app, ["sweep", str(folder), "--methods", METHODS])
+    shown = CliRunner().invoke(build_app(), ["sweep", str(folder), "--methods", METHODS])
     assert shown.exit_code == 0, shown.output
     assert all(name in shown.output for name in (*NAMES, "against merged", "needs task"))
     return folder
@@ -91,7 +91,7 @@ def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
 @pytest.mark.slow
 def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: Path) -> None:
     before = dict(open_run(met).manifest.calibrations)
-    shown = CliRunner().invoke(app, ["sweep", str(met), "--methods", "surgery:steps=5,residual", "--json"])
+    shown = CliRunner().invoke(build_app(), ["sweep", str(met), "--methods", "surgery:steps=5,residual", "--json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
     assert {row["model"] for row in found["rows"]} >= {"surgery-steps-5", "residual"} and found["failed"] == {}

@@ -26,8 +26,7 @@ from transformers import GPT2Config
 from typer.main import get_command
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.cli import run_command_line as run_command
-from driftlens.cli.app import app
+from driftlens.cli import build_app, run_command_line as run_command
 from driftlens.config.spec import is_mergekit_recipe, load_spec, parse_recipe
 from driftlens.data.sources import open_split
 from driftlens.experiment.study_loading import open_architecture
@@ -339,7 +338,7 @@ def test_spoiled_runs(
         file.write_bytes(right)
 
 
-EVERY = get_command(app).commands  # type: ignore[attr-defined]
+EVERY = get_command(build_app()).commands  # type: ignore[attr-defined]
 COMMANDS = sorted({*EVERY} - {"demo"})
 PARAMETERS = [each for name in COMMANDS for each in EVERY[name].params]
 OPTIONS = sorted({option for each in PARAMETERS for option in each.opts if option[0] == "-"} | {"-q", "--"})

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from driftlens.cli import app
+from driftlens.cli import build_app
 from driftlens.results.verdict import headline
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
@@ -57,7 +57,7 @@ def test_a_card_is_of_the_size_of_previews_and_says_the_headline(
 
 
 def test_the_command_writes_it_where_asked_for_and_into_the_run(run: DriftRun, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["export", str(run.path), "--card", "--out", str(tmp_path / "new")])
+    result = CliRunner().invoke(build_app(), ["export", str(run.path), "--card", "--out", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["card.png"]
     made = save_summary_image(run)

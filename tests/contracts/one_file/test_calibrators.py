@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS
-from driftlens.cli import app
+from driftlens.cli import build_app
 from driftlens.config.requests import AnalysisRequest
 from driftlens.config.spec import load_spec
 from driftlens.diagnostics.attribution import BackwardSweep, JacobianSettings
@@ -65,7 +65,7 @@ def folder(light: DriftRun, tmp_path: Path, toys: None) -> Path:
 )
 def test_a_calibrator_is_found_on_the_command_line(folder: Path, method: str, setting: str) -> None:
     flags = ["--name", "toy", "--method", method, "--no-attribution", "--set", f"{setting}=3"]
-    shown = CliRunner().invoke(app, ["calibrate", str(folder), *flags])
+    shown = CliRunner().invoke(build_app(), ["calibrate", str(folder), *flags])
     assert shown.exit_code == 0, shown.output
     assert open_run(folder).manifest.calibrations["toy"].settings == {setting: 3}
     with pytest.raises(SpecError, match=setting):
@@ -116,13 +116,13 @@ def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: Path, toys
 
 
 def test_both_are_in_the_catalogue_with_their_settings(toys: None) -> None:
-    shown = CliRunner().invoke(app, ["doctor", "--methods", "--json"])
+    shown = CliRunner().invoke(build_app(), ["doctor", "--methods", "--json"])
     found = json.loads(shown.output)["calibrators"]
     assert found["toy-scale"]["kind"] == "closed form" and found["toy-map"]["kind"] == "trained"
     ((name, pull),) = found["toy-scale"]["settings"].items()
     assert (name, pull["default"], pull["minimum"]) == ("pull", 0.5, 0)
     assert set(found["featcal"]["presets"]) == set(PRESETS)
-    text = CliRunner().invoke(app, ["doctor", "--methods"]).output
+    text = CliRunner().invoke(build_app(), ["doctor", "--methods"]).output
     assert "toy-map: Toy map" in text and "epochs  steps of descent (default 20)" in text
 
 

@@ -41,8 +41,8 @@ export default function ({ parentElement, data, setTriggerValue }) {
     keep(state);
   };
   const fill = () => {
-    const [name, page] = window.explorerPages?.[data.show] ?? [];
-    if (name === data.page && box.frame && !box.frame.srcdoc) box.frame.srcdoc = page;
+    const page = window.explorerPage;
+    if (page?.name === data.page && box.frame && !box.frame.srcdoc) box.frame.srcdoc = page.text;
   };
   const hear = ({ source, data: said }) => {
     if (!box.frame || source !== box.frame.contentWindow) return;

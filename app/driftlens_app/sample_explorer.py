@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from typing import Literal
 from urllib.parse import parse_qsl
@@ -21,7 +20,7 @@ from driftlens_reports.explorer import Explorer
 _FRAME = "iframe { display: block; width: 100%; border: 0; }"
 # Initial height of each part in pixels, until its frame reports its own.
 _HEIGHTS = {"": 1000, "wall": 700}
-_REQUESTED = "_explore"
+_REQUESTED, _BROUGHT = "_explore", "_explorer_page"
 
 
 def open_explorer(state: str) -> None:
@@ -63,9 +62,16 @@ def show_explorer(run: DriftRun, part: Literal["", "wall"] = "", state: str = ""
             script_component("explorer_page", "<i></i>"),
         )
         with st.container(gap=None):
-            # Sent as bytes: Streamlit would encode text as JSON twice on every click.
-            head = f"{json.dumps([part, name])}\n".encode()
-            bring(data=head + page, key=f"explorer-page-{part}", height=1)
+            # Megabytes, so only once: the browser keeps the last page that it got, for both parts. As bytes, since
+            # Streamlit would encode text as JSON twice.
+            needed = b"" if st.session_state.get(_BROUGHT) == name else page
+            st.session_state[_BROUGHT] = name
+            bring(
+                data=f"{name}\n".encode() + needed,
+                key=f"explorer-page-{part}",
+                height=1,
+                on_lacking_change=lambda: st.session_state.pop(_BROUGHT, None),
+            )
             embedded(data=data, key=f"explorer-{part}", on_task_change=_select_explorer_task)
 
 

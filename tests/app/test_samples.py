@@ -24,15 +24,30 @@ def embedded(app: AppTest) -> dict[str, Any]:
     return told
 
 
+def brought(app: AppTest) -> str:
+    """The name of the explorer's page and, if the browser lacks it, the page."""
+    (given,) = [
+        at.proto.bytes for at in app.get("bidi_component") if at.proto.component_name.endswith("explorer_page")
+    ]
+    text: str = given.decode()
+    return text
+
+
 def test_without_a_repair_a_link_stands_for_the_command(open_app: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "bare")
     app = open_app(tmp_path, "samples")
-    brought = [at.proto.bytes for at in app.get("bidi_component") if "page" in at.proto.component_name]
-    head, page = brought[0].decode().split("\n", 1)
-    assert json.loads(head) == ["", embedded(app)["page"]] and "No repaired model yet." in page
+    name, page = brought(app).split("\n", 1)
+    assert name == embedded(app)["page"] and "No repaired model yet." in page
     assert "driftlens calibrate" not in page
     assert "driftlens calibrate" in Explorer(run).page.decode()
     assert [link.proto.label for link in app.get("page_link")] == ["Repair this run"]
+
+
+def test_the_page_of_the_explorer_is_sent_once_for_all_pages_of_the_dashboard(open_app: Open, root: Path) -> None:
+    app = open_app(root, "samples")
+    first = brought(app)
+    app.switch_page("views/repair.py").run()
+    assert brought(app) == first[:65] and len(first) > 10_000
 
 
 @pytest.mark.slow

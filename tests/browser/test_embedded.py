@@ -176,6 +176,15 @@ def test_the_repair_stands_beside_what_the_merge_broke(page: Any, full: DriftRun
     assert groups.count() and "#" not in page.url and page.said == []
 
 
+def test_a_page_that_was_lost_on_its_way_is_sent_again(page: Any, opened: Callable[..., Any]) -> None:
+    opened("samples")
+    page.evaluate("delete window.explorerPage")
+    page.get_by_role("link", name="Repair", exact=True).click()
+    page.get_by_role("heading", name="Repair", exact=True).wait_for()
+    page.wait_for_function("window.explorerPage")
+    assert frame_of(page).locator(".groups section").count() and page.said == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_frame_has_the_dashboards_theme_whatever_the_systems_is(
     page: Any, opened: Callable[..., Any], scheme: str

@@ -492,7 +492,7 @@ def test_many_samples_are_thinned_while_they_move_and_the_page_says_so(opened: O
     told["pictures"]["places"] = repeat(told["pictures"]["places"], "<i4", 1)
     for plane in told["planes"][0]:
         plane["places"] = repeat(plane["places"], "<i2", len(plane["stages"]), 2)
-        plane["neighbours"] = repeat(plane["neighbours"], "<i4", len(plane["stages"]), 8)
+        plane["neighbours"] = repeat(plane["neighbours"], "<i2", len(plane["stages"]), 8)
     path = saved.path.parent / "many.html"
     path.write_bytes(explorer_page(told))
     page = opened("stage=0", path).page

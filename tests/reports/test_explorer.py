@@ -97,7 +97,7 @@ def test_places_are_the_joint_layout_turned_and_neighbours_the_nearest_by_cosine
         lengths = [np.linalg.norm(points[:, None] - points[None], axis=-1) for points in (wanted, found)]
         scale = lengths[1].max() / lengths[0].max()
         np.testing.assert_allclose(lengths[1], scale * lengths[0], atol=3)
-        near = unpacked(plane["neighbours"], "<i4", len(stages), n, NEIGHBOURS)
+        near = unpacked(plane["neighbours"], "<i2", len(stages), n, NEIGHBOURS)
         for at, stage in enumerate(stages):
             rows = directions(full, task, stage, layer)
             cosines = rows @ rows.T

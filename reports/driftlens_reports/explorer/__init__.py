@@ -297,8 +297,8 @@ def _projections_by_layer(
             {
                 "stages": [stages.index(name) for name in there],
                 "places": _base64_array(_quantized_coordinates(np.stack([before[name] for name in there])), "<i2"),
-                # The time of a search grows with the square of the samples.
-                "neighbours": _base64_array(np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i4")
+                # The time of a search grows with the square of the samples, so that 16 bits hold all numbers.
+                "neighbours": _base64_array(np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i2")
                 if len(shown.ids) <= MOST_COMPARED
                 else "",
                 "method": method,

@@ -49,7 +49,7 @@
       const xy = unpacked(stored.places, Int16Array), ends = [Infinity, -Infinity, Infinity, -Infinity];
       for (let i = 0; i < xy.length; i++) if (xy[i] !== -32768) { const at = 2 * (i % 2); ends[at] = Math.min(ends[at], xy[i]); ends[at + 1] = Math.max(ends[at + 1], xy[i]); }
       const [x0, x1, y0, y1] = ends; // what holds all samples wherever they go, so that nothing jumps between models
-      planes.set(key, { ...stored, xy, near: unpacked(stored.neighbours, Int32Array), middle: [(x0 + x1) / 2, (y0 + y1) / 2], size: [(x1 - x0) / 2 || 1, (y1 - y0) / 2 || 1] });
+      planes.set(key, { ...stored, xy, near: unpacked(stored.neighbours, Int16Array), middle: [(x0 + x1) / 2, (y0 + y1) / 2], size: [(x1 - x0) / 2 || 1, (y1 - y0) / 2 || 1] });
     }
     return planes.get(key);
   };

@@ -352,8 +352,8 @@ def poll_job(run: Path, kind: Kind | None = None) -> JobStatus | None:
     job = newest_job(run, kind)
     if job is None:
         return None
-    job = _with_chosen_name(job)
     code = _child_exit_code(job.pid) if job.code is None else None
+    job = _with_chosen_name(job)
     if code is not None:
         # Recorded for a restarted server. A full disk must not hide the state; it is recorded at a later call.
         job = dataclasses.replace(job, code=code)
@@ -375,7 +375,8 @@ def poll_job(run: Path, kind: Kind | None = None) -> JobStatus | None:
 
 def _with_chosen_name(job: Job) -> Job:
     """Return a calibration that was started without a name under the one that it has in the run."""
-    if job.kind != "calibrate" or job.settings.get("name", job.name):
+    # The record of a finished job has the name already.
+    if job.kind != "calibrate" or job.settings.get("name", job.name) or job.code is not None:
         return job
     events = (event for _, event in _read_last_lines(job.run / EVENTS, _EVENT_BYTES) if event.get("event") == "phase")
     phases = [str(event.get("name")).split(":") for event in events if str(event.get("time", "")) >= job.started]

@@ -21,7 +21,15 @@ from typing import Any
 import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
-from driftlens.cli.app import app, expand_home_in_paths, interrupt_on_signals, manner, print_note, stopped
+from driftlens.cli.app import (
+    REQUEST_COMMANDS,
+    app,
+    expand_home_in_paths,
+    interrupt_on_signals,
+    manner,
+    print_note,
+    stopped,
+)
 from driftlens.config.renamed import RENAMED
 from driftlens.utils.distributed import join_process_group, world_size
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, sanitize_text, wrap_library_error
@@ -69,9 +77,11 @@ def build_app(words: Collection[str] | None = None) -> typer.Typer:
         command.help = "\n\n".join(" ".join(part.split()) for part in parts)
         command.callback = _do_nothing
         if words is None or command.name in words:
-            from driftlens.cli.flags import add_request_flags
+            if callback in REQUEST_COMMANDS:
+                from driftlens.cli.flags import add_request_flags
 
-            command.callback = expand_home_in_paths(add_request_flags(callback))
+                callback = add_request_flags(callback)
+            command.callback = expand_home_in_paths(callback)
         commands.append(command)
     built = copy.copy(app)
     built.registered_commands = sorted(commands, key=lambda command: [*groups, command.name].index(command.name))

@@ -148,6 +148,16 @@ class JobOptions:
             yield JobContext(self.access, sink, cancel)
 
 
+# Commands with parameters whose class is a `Request` or `JobOptions`; `driftlens.cli.flags` replaces those by flags.
+REQUEST_COMMANDS: list[Callable[..., None]] = []
+
+
+def takes_requests(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command to list it in `REQUEST_COMMANDS`."""
+    REQUEST_COMMANDS.append(command)
+    return command
+
+
 def expand_home_in_paths(command: Any) -> Callable[..., Any]:
     """Decorate a command to expand `~` in its paths, which shells do not do in quotes or after `=`."""
 

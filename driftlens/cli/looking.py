@@ -22,6 +22,7 @@ from driftlens.cli.app import (
     print_note,
     print_result,
     show_run,
+    takes_requests,
 )
 from driftlens.utils.errors import ChecksFailedError, RunError, SpecError
 
@@ -358,6 +359,7 @@ def _report(
 
 
 @app.command()
+@takes_requests
 def _export(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     request: ExportRequest,
@@ -405,6 +407,7 @@ def _print_export_result(written: Sequence[ExportedExhibit], runs: Sequence[Path
 
 
 @app.command()
+@takes_requests
 def _view(run: RunFolder, request: ViewRequest) -> None:
     """Write a stand-alone page to explore samples across models: select, filter, search, export."""
     from driftlens_reports.explorer import Explorer

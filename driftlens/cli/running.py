@@ -20,6 +20,7 @@ from driftlens.cli.app import (
     print_note,
     print_result,
     show_run,
+    takes_requests,
 )
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import SpecError
@@ -132,6 +133,7 @@ def _init(
 
 
 @app.command()
+@takes_requests
 def _validate(spec: SpecFile, request: PreflightRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Check a spec, its checkpoints and its data, and estimate memory and disk."""
     from driftlens.config.spec import load_spec
@@ -148,6 +150,7 @@ def _validate(spec: SpecFile, request: PreflightRequest, job: JobOptions, as_jso
 
 
 @app.command()
+@takes_requests
 def _analyze(
     source: Annotated[Path, typer.Argument(metavar="RUN.YAML|RUN", help="Run spec, or run to extend.")],
     request: AnalysisRequest,
@@ -193,6 +196,7 @@ def _analyze(
 
 
 @app.command()
+@takes_requests
 def _merge(
     spec: SpecFile, request: MergeRequest, comparison: ComparisonRequest, job: JobOptions, as_json: JsonFlag = False
 ) -> None:
@@ -259,6 +263,7 @@ def _attach(
 
 
 @app.command()
+@takes_requests
 def _why(
     models: Annotated[
         list[str],
@@ -323,6 +328,7 @@ def _why(
 
 
 @app.command()
+@takes_requests
 def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.runs.manifest import read_manifest
@@ -370,6 +376,7 @@ def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_
 
 
 @app.command()
+@takes_requests
 def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
 

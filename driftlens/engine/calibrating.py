@@ -38,7 +38,7 @@ from driftlens.linalg.gram import (
     solve_bytes,
 )
 from driftlens.linalg.ridge import LinearMoments, NormMoments
-from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind, State
+from driftlens.models.chain import Layer, Parameters, Pool, SideInputs, Site, SiteKind, State
 from driftlens.utils.devices import (
     convert_moments_oom,
     full_precision_matmul,
@@ -337,16 +337,17 @@ class CalibrationLoop(ABC):
 
         `updates` become views of the layer's new parameters, see `with_updated_parameters`.
         """
-        calibrated_layer = LayerMap(layer, with_updated_parameters(layer, merged, updates))
+        calibrated = with_updated_parameters(layer, merged, updates)
         means: dict[str, Tensor] = {}
         for task in self.parts:
             sizes = []
             for batch in self.stream.batches(layer, task):
-                left = self.stream.take(layer, batch, MERGED, calibrated_layer, named="the calibrated model")
-                calibrated, expert = (
+                through = self._calibrated_map(layer, calibrated, batch)
+                left = self.stream.take(layer, batch, MERGED, through, named="the calibrated model")
+                ours, expert = (
                     layer.pool_state(state, batch.side, self.pooling) for state in (left, batch.get(EXPERT))
                 )
-                sizes.append(torch.linalg.vector_norm(to_float64(calibrated - expert), dim=1))
+                sizes.append(torch.linalg.vector_norm(to_float64(ours - expert), dim=1))
             if sizes:
                 means[task] = torch.cat(sizes).mean()
         self.stream.check()
@@ -354,6 +355,12 @@ class CalibrationLoop(ABC):
         own = dict(zip(means, torch.stack([*means.values()]).tolist() if means else (), strict=True))
         drift = {task: mean for part in self.team.gather(own) for task, mean in part.items()}
         return {task: drift[task] for task in self.tasks if task in drift}
+
+    def _calibrated_map(
+        self, layer: Layer, calibrated: Parameters, batch: CachedBatch
+    ) -> Callable[[State, SideInputs], State]:
+        """Return the calibrated layer as a function of a batch's features."""
+        return LayerMap(layer, calibrated)
 
     def _solve_on_main_process(self, layer: Layer, problems: Iterable[Problem | StepwiseProblem]) -> _Solved:
         """Solve regression problems in the main process; return new parameters, and a report per module.

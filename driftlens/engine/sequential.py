@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +48,8 @@ from driftlens.utils.devices import full_precision_matmul, to_device, to_float64
 from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_name
 
-_WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
+# Names of the routes that are cached with a batch, and of their parts.
+_ROUTES, _CHOSEN, _GATES = "routes", "chosen experts", "gates"
 # Least number of rows per product; products of few rows are slow.
 _AT_ONCE = 2048
 # Least weight of a task relative to others: an expert with constant outputs would divide by zero.
@@ -149,6 +150,9 @@ class _StepwiseLoop(CalibrationLoop):
         self.energies: dict[str, dict[_Key, float]] = {}
         self.folds: dict[str, dict[str, int]] = {}
         self.chosen: dict[CachedBatch, ExpertRoutes] = {}
+        # Modules of the current layer whose outputs no longer change, and the names under which these are cached.
+        self.solved: set[str] = set()
+        self.outputs: defaultdict[CachedBatch, list[str]] = defaultdict(list)
         self.stream.hashes = True
 
     @torch.no_grad()
@@ -169,13 +173,33 @@ class _StepwiseLoop(CalibrationLoop):
                 parameters, group_reports = self._solve_on_main_process(layer, problems)
                 solved |= parameters
                 reports += group_reports
+                self._drop_from_batches(_targets_name(group))
             updates |= solved
+            # Sites that read the output of a mixture run again, as its experts are solved after them.
+            if not layer.num_experts:
+                self.solved.update(name for _, group in step for name in group.names)
             student, solved = merged, {}  # frees the parameters of the last step before new ones are made
             student = with_updated_parameters(layer, merged, updates)
-        for batch in itertools.chain.from_iterable(self.stream.cached.values()):
-            batch.drop(_WANTED)
         drift = {} if is_last else self._advance_merged_features(layer, merged, updates)
+        self._drop_from_batches(_ROUTES, *{*itertools.chain.from_iterable(self.outputs.values())})
+        self.solved, self.outputs = set(), defaultdict(list)
         return CalibratedLayer(layer.index, updates, reports, drift)
+
+    def _drop_from_batches(self, *names: str) -> None:
+        for batch in itertools.chain.from_iterable(self.stream.cached.values()):
+            for name in names:
+                batch.drop(name)
+
+    def _calibrated_map(
+        self, layer: Layer, calibrated: Parameters, batch: CachedBatch
+    ) -> Callable[[State, SideInputs], State]:
+        """Return the calibrated layer as a function of a batch's features, which continues from the last step."""
+        known = self._known_outputs(batch)
+        return lambda state, side: record_activations(layer, calibrated, state, side, (), known=known)[1]
+
+    def _known_outputs(self, batch: CachedBatch) -> State:
+        """Return the cached outputs of the calibrated modules of the current layer, by site."""
+        return {site: y for name in self.outputs[batch] for site, y in batch.get(name).items()}
 
     def _groups_by_solve_step(self, groups: Sequence[_SiteGroup]) -> list[list[tuple[int, _SiteGroup]]]:
         """Split numbered groups of modules into steps; each step is solved from one snapshot of the features."""
@@ -419,11 +443,12 @@ class _StepwiseLoop(CalibrationLoop):
             rows.append(_row_weights_or_ones(self.pool.chain, layer, group.sites[0], y, state, seen.side))
         targets = dict(seen.outputs)
         if (routes := seen.side.routes) is not None and routes.chosen is not None and routes.gates is not None:
-            targets |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
+            batch.put(_ROUTES, {_CHOSEN: routes.chosen, _GATES: routes.gates})
             self.chosen[batch] = ExpertRoutes(routes.chosen.cpu())
         for name, stream in streams.items():
             targets[name] = targets[name] + residual_stream(layer, stream, state, seen.inputs)
-        batch.put(_WANTED, targets)
+        for group in self.groups[layer.index]:
+            batch.put(_targets_name(group), {name: targets[name] for name in group.names})
         return left
 
     def _group_moment_sums(
@@ -547,18 +572,23 @@ class _StepwiseLoop(CalibrationLoop):
         batch: CachedBatch,
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
         """Return a batch's module inputs [T, k] and targets [T, o], and the token indices of a mixture expert."""
-        state, goals = batch.get(MERGED), batch.get(_WANTED)
+        state, goals = batch.get(MERGED), batch.get(_targets_name(group))
         side, tokens = batch.side, None
         if (expert := group.sites[0].expert) is not None:
-            routes = ExpertRoutes(goals[_CHOSEN], goals[_GATES], is_given=True)
-            side = side.with_routes(routes)
+            routes = batch.get(_ROUTES)
+            side = side.with_routes(ExpertRoutes(routes[_CHOSEN], routes[_GATES], is_given=True))
         added = {name: streams[name] for name in group.names if name in streams}
         tapped = {group.names[0], *added.values()} - {ENTERED}
-        seen, _ = record_activations(layer, student, state, side, tapped, stops=True)
+        known = self._known_outputs(batch)
+        new = self.solved.difference(known)
+        seen, _ = record_activations(layer, student, state, side, tapped, new, stops=True, known=known)
+        if new:
+            self.outputs[batch].append(f"outputs before {group.names[0]}")
+            batch.put(self.outputs[batch][-1], seen.outputs)
         x = seen.inputs[group.names[0]]
         x = x.reshape(-1, x.shape[-1])
         if expert is not None:
-            tokens = len(goals[_CHOSEN]), self.chosen[batch].expert_tokens(expert, len(x))
+            tokens = len(routes[_CHOSEN]), self.chosen[batch].expert_tokens(expert, len(x))
         targets = [
             goals[name] - residual_stream(layer, added[name], state, seen.inputs) if name in added else goals[name]
             for name in group.names
@@ -655,6 +685,10 @@ def _row_weights_or_ones(
     """Return the weight of each row of a module's output, [T]; 1 without a rule or mask."""
     weights = row_weights(chain, layer, site, y, state, side)
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
+
+
+def _targets_name(group: _SiteGroup) -> str:
+    return f"targets of {group.names[0]}"
 
 
 def _gradient_moment_name(key: _Key) -> str:

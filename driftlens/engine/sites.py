@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -277,6 +278,7 @@ def record_activations(
     outputs: Collection[str] = (),
     *,
     stops: bool = False,
+    known: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[SiteActivations, State]:
     """Run a layer; return the recorded inputs and outputs of some modules, and the features after it.
 
@@ -290,6 +292,8 @@ def record_activations(
         inputs: sites whose inputs are returned.
         outputs: sites whose outputs are returned.
         stops: True to stop after the last of these sites, without a state.
+        known: outputs of sites, by an earlier pass on the same batch with the same parameters up to there; these sites
+            don't run again.
 
     Raises:
         IncompatibleModelsError: a site runs twice before the pass ends, or not at all.
@@ -307,7 +311,7 @@ def record_activations(
         rows_seen.outputs[site] = y
         _stop_after_last_site()
 
-    def record_input(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+    def record_input(site: str, x: Tensor) -> Tensor | Callable[[Tensor], None] | None:
         if site in rows_seen.inputs or site in rows_seen.outputs:
             raise IncompatibleModelsError(
                 f"{layer.path} runs its module {site!r} twice; expected one input to calibrate on",
@@ -316,13 +320,15 @@ def record_activations(
         if site in inputs:
             rows_seen.inputs[site] = x
             _stop_after_last_site()
+        if site in known:
+            return known[site]
         return partial(record_output, site) if site in outputs else None
 
     out: State = {}
     with contextlib.suppress(_StopLayer):
         _stop_after_last_site()
         # Without requested sites, taps would only cost time.
-        out = layer.call(parameters, state, side, record_input if inputs or outputs else None)
+        out = layer.call(parameters, state, side, record_input if inputs or outputs or known else None)
     for rows, names, axis in ((rows_seen.inputs, inputs, 1), (rows_seen.outputs, outputs, 0)):
         for name in experts.intersection(names).difference(rows):
             # No token was routed to this expert.

@@ -31,9 +31,10 @@ from driftlens.utils.registry import Registry
 # of masked tokens are zeros, so that padding has no drift.
 State = dict[str, Tensor]
 Parameters = Mapping[str, Tensor]
-# Called with a site's name and its input [n, t, k] just before the site runs. Its result, unless None, is called with
-# the site's output; the result of that call, unless None, replaces the output.
-Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]
+# Called with a site's name and its input [n, t, k] just before the site runs. If the result is a tensor, it is the
+# output, and the site doesn't run unless its module computes more than that. Any other result, unless None, is called
+# with the site's output; the result of that call, unless None, replaces the output.
+Tap = Callable[[str, Tensor], Tensor | Callable[[Tensor], Tensor | None] | None]
 
 # Layer index and the parameter's name in the layer. The name alone repeats in every block.
 ParameterKey = tuple[int, str]

@@ -309,3 +309,20 @@ def test_families_calibrate(name: str) -> None:
     """To which streams their outputs are added, `tests/engine/test_residual_streams.py` says."""
     found = updates_of(layers_of(subject(name, n=4), SMALL))
     assert found and all(bool(torch.isfinite(value).all()) for value in found.values())
+
+
+@pytest.mark.parametrize("name", few(["open_clip_vit", "hf_clip_vit", "t5", "llama"], ["open_clip_vit", "t5"]))
+def test_steps_that_continue_from_known_outputs_give_the_weights_of_whole_passes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, record, counts = subject(name, n=4), steps.record_activations, list[int]()
+    found = calibrated(models, SMALL)
+
+    def whole_pass(*given: Any, known: dict[str, Tensor], **options: Any) -> Any:
+        counts.append(len(known))
+        return record(*given, **options)
+
+    monkeypatch.setattr(steps, "record_activations", whole_pass)
+    whole = calibrated(models, SMALL)
+    assert max(counts) > 1
+    assert found.keys() == whole.keys() and all(torch.equal(value, whole[key]) for key, value in found.items())

@@ -537,6 +537,8 @@ def _rearranged_tap(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Calla
         hear = tap(name, by_sample(native))
         if hear is None:
             return None
+        if isinstance(hear, Tensor):
+            return pack(hear).reshape(*native.shape[:-1], -1)
 
         def tap_output(output: Tensor) -> Tensor | None:
             changed = hear(by_sample(output))

@@ -25,6 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from driftlens.models.chain import GATED, ExpertRoutes, Site, SiteKind, State, Tap, WeightSlot
+from driftlens.models.tracing.block_call import replace_forwards
 
 # Name of a site that is the whole block, for which the path in the block would be empty.
 BLOCK_ITSELF = "self"
@@ -300,17 +301,17 @@ def _register_input_listener(module: nn.Module, listen: Callable[[Tensor], objec
 
 def _register_tap_hooks(
     module: nn.Module,
-    tap: Callable[[Tensor], Callable[[Tensor], Tensor | None] | None],
+    tap: Callable[[Tensor], Tensor | Callable[[Tensor], Tensor | None] | None],
     hooks: contextlib.ExitStack,
 ) -> None:
-    """Register hooks that pass copies of a module's inputs and outputs to `tap`."""
+    """Register hooks that pass copies of a module's inputs and outputs to `tap`, or return the output it knows."""
     # Copies, as blocks may overwrite either later. A linear module's output is computed from its weight and bias,
     # without what a subclass, a parametrization or a hook adds.
     rows_of: Callable[[Tensor], Tensor] = Tensor.clone
     is_image = isinstance(module, nn.Conv2d) or _is_channel_norm(module)
     if is_image:
         rows_of = partial(_convolution_patches, module) if isinstance(module, nn.Conv2d) else _flatten_space_to_tokens
-    heard: list[tuple[Tensor, Callable[[Tensor], Tensor | None] | None]] = []
+    heard: list[tuple[Tensor, Tensor | Callable[[Tensor], Tensor | None] | None]] = []
     computes = isinstance(module, nn.Linear) and (
         type(module).forward is not nn.Linear.forward or is_parametrized(module)
     )
@@ -321,7 +322,7 @@ def _register_tap_hooks(
 
     def tap_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
         x, hear = heard.pop()
-        if hear is None:
+        if hear is None or isinstance(hear, Tensor):
             return None
         # No copy: the gradient must flow back to this tensor.
         if output.requires_grad:
@@ -337,7 +338,16 @@ def _register_tap_hooks(
         rows = rows.clone() if changed is None else changed
         return rows.mT.reshape(output.shape) if is_image else rows
 
+    forward = module.forward
+
+    def forward_unless_known(*args: Any, **kwargs: Any) -> Any:
+        known = heard[-1][1]
+        return known.clone() if isinstance(known, Tensor) else forward(*args, **kwargs)
+
     hooks.callback(_register_input_listener(module, tap_input))
+    # The rows of other modules are not all of what they return.
+    if not is_image and not computes:
+        hooks.enter_context(replace_forwards([(module, forward_unless_known)]))
     # Before other hooks, because a site's output is that of the module alone.
     hooks.callback(module.register_forward_hook(tap_output, prepend=True).remove)
 
@@ -558,6 +568,8 @@ class _ExpertTracer(TorchFunctionMode):
         if site not in self.names or self.tap is None or (hear := self.tap(site, x.clone())) is None:
             return y
         bias = self.biases.get(site, 0.0)
+        if isinstance(hear, Tensor):
+            return hear - bias
         heard = y + bias
         changed = hear(heard)
         if changed is None and not y.requires_grad:

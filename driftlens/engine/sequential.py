@@ -467,10 +467,21 @@ class _StepwiseLoop(CalibrationLoop):
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
         new_gram = partial(GramSum, inputs, dtype, self.pool.device)
         num_folds = self.calibrator.num_folds
-        sums = _GroupSums([ResidualSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
+        # The sums of one task use the memory of the last one's, as the first touch of new memory is slow.
+        folds, folds_of_task = ([ResidualSums(new_gram(), outputs) for _ in range(num_folds)] for _ in range(2))
+        sums, task_gram = _GroupSums(folds, {}, {}, {}, [0] * num_folds), new_gram()
         for task, owner in self.owners.items():
             summed = partial(
-                self._task_moment_sums, layer, student, merged_map, number, group, streams, task, new_gram
+                self._task_moment_sums,
+                layer,
+                student,
+                merged_map,
+                number,
+                group,
+                streams,
+                task,
+                folds_of_task,
+                task_gram,
             )
             task_sums = self.team.run_on_rank(owner, summed)
             if task_sums is not None:
@@ -486,16 +497,21 @@ class _StepwiseLoop(CalibrationLoop):
         group: _SiteGroup,
         streams: Mapping[str, str],
         task: str,
-        new_gram: Callable[[], GramSum],
+        folds: list[ResidualSums],
+        task_gram: GramSum,
     ) -> _GroupSums | None:
-        """Return the moments of one group of modules on one task; None if the layer reads no row of it."""
+        """Return the moments of one group of modules on one task; None if the layer reads no row of it.
+
+        They are summed in `folds` and `task_gram`, which are cleared first.
+        """
         key = layer.index, number
         weighted = self.weighted.get(task, {}).get(key)
         if weighted is None:
             return None
         outputs, inputs = merged_map.shape
-        product, task_gram = new_gram(), new_gram()
-        folds = [ResidualSums(new_gram(), outputs) for _ in range(self.calibrator.num_folds)]
+        task_gram.clear()
+        for fold in folds:
+            fold.clear()
         energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
         energy = sum(energies) / max(1, len(energies))
         # Tasks whose final features react strongly to this site weigh more.
@@ -505,11 +521,6 @@ class _StepwiseLoop(CalibrationLoop):
         # One product with both maps instead of two.
         maps = torch.cat([expert_map - merged_map, expert_map])
         sums = _GroupSums(folds, {}, {}, {task: factor}, [0] * len(folds))
-        task_sums: list[ResidualSums] = []
-        if self.calibrator.mu:
-            metric = self._output_metric(task, key, merged_map.to(product.device, product.dtype))
-            task_sums = [ResidualSums(new_gram(), outputs)]
-            sums.tasks[task] = metric, task_sums[0]
         for x, outputs_y1, root, sizes in self._rows_sorted_by_fold(layer, student, group, streams, task, weighted):
             root = root * factor**0.5
             x, outputs_y1 = x * root, outputs_y1 * root
@@ -520,13 +531,15 @@ class _StepwiseLoop(CalibrationLoop):
             sums.num_rows = [before + count for before, count in zip(sums.num_rows, sizes, strict=True)]
             parts = (part.split_with_sizes(sizes) for part in (x, targets))
             for fold, rows, rows_targets in zip(folds, *parts, strict=True):
-                fold.add(rows, rows_targets, *task_sums)
-                # One product serves the fold, the task and the norm of the task's Gram matrix.
-                product.clear()
-                product.add_rows(rows)
-                for part in (fold, *task_sums):
-                    part.add_gram(product)
-                task_gram.add(product, 1.0)
+                fold.add(rows, rows_targets)
+        for fold in folds:
+            task_gram.add(fold.gram, 1.0)
+        if self.calibrator.mu:
+            metric = self._output_metric(task, key, merged_map.to(task_gram.device, task_gram.dtype))
+            of_task = ResidualSums(GramSum(inputs, task_gram.dtype, task_gram.device), outputs)
+            for fold in folds:
+                of_task.join(fold)
+            sums.tasks[task] = metric, of_task
         # The constant input of the bias would dominate the norm.
         width = inputs - group.has_bias
         sums.norms[task] = torch.linalg.matrix_norm(task_gram.full_matrix()[:width, :width]) / factor

@@ -317,36 +317,37 @@ class ResidualSums:
 
     @convert_moments_oom()
     def __init__(self, gram: GramSum, outputs: int) -> None:
-        self._gram = gram
+        self.gram = gram
         self._cross = torch.zeros(2 * outputs, gram.k, dtype=gram.dtype, device=gram.device)
         self._energy = self._cross.new_zeros(())
 
-    def add_gram(self, product: GramSum) -> None:
-        """Add the Gram sum of some rows."""
-        self._gram.add(product, 1.0)
+    def clear(self) -> None:
+        """Reset the sums to zero, in the same memory."""
+        self.gram.clear()
+        self._cross.zero_()
+        self._energy.zero_()
 
-    def add(self, x: Tensor, targets: Tensor, *others: ResidualSums) -> None:
-        """Add rows x [T, k] with local and upstream targets side by side, [T, 2 o], also to `others`."""
+    def add(self, x: Tensor, targets: Tensor) -> None:
+        """Add rows x [T, k] with local and upstream targets side by side, [T, 2 o]."""
         x, targets = half_to_float(x), half_to_float(targets)
+        self.gram.add_rows(x)
         # Rows of whole cache lines: other widths take up to twice as long.
         lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
         product = torch.mm(targets.mT, x, out=lines[:, : x.shape[1]])
         local, upstream = targets.chunk(2, dim=1)
-        energy = (local + upstream).square().sum()
-        for sums in (self, *others):
-            add_scaled(sums._cross, product)
-            sums._energy += energy.to(sums._energy.device)
+        add_scaled(self._cross, product)
+        self._energy += (local + upstream).square().sum().to(self._energy.device)
 
     def join(self, other: ResidualSums) -> None:
         """Add the sums of other rows."""
-        self._gram.add(other._gram, 1.0)
+        self.gram.add(other.gram, 1.0)
         add_scaled(self._cross, other._cross)
         self._energy += other._energy.to(self._energy.device)
 
     def moments(self, scale: float) -> ResidualMoments:
         """Return the sums multiplied by `scale` as moments, in place."""
         # In place: these are the largest tensors of a calibration.
-        sums = self._gram.full_matrix(), *self._cross.chunk(2), self._energy
+        sums = self.gram.full_matrix(), *self._cross.chunk(2), self._energy
         return ResidualMoments(*(value.mul_(scale) for value in sums))
 
 

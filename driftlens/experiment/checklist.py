@@ -43,7 +43,7 @@ from driftlens.models.architectures.encoders import BUFFERS
 from driftlens.models.chain import WeightSlot
 from driftlens.models.vocabularies import num_token_ids, tokenizer_changes
 from driftlens.utils.errors import CheckpointError, DriftLensError, pluralize, shorten_list
-from driftlens.utils.files import read_json_object
+from driftlens.utils.files import file_sha256, read_json_object
 from driftlens.utils.variants import COARSE, ModelChange, coarse_change_text, rounding_loss_text, task_of_expert
 
 # Wrappers that libraries put before the names of a model's tensors.
@@ -388,10 +388,14 @@ def _missing_tensors(base: StateSource, source: StateSource) -> list[str]:
 
 def _check_token_ids(sources: Mapping[str, StateSource], folders: Mapping[str, Path | None]) -> Iterator[Finding]:
     """Report tokenizers with more ids than their model has rows, and more so than the base's."""
-    excess = dict[str, int]()
+    excess, counts = dict[str, int](), dict[str, int]()
     for name, source in sources.items():
         table = next((key for key in source.headers if _TABLES.search(key)), "")
-        rows, ids = source.headers[table].shape[0] if table else 0, num_token_ids(folders[name])
+        folder, rows = folders[name], source.headers[table].shape[0] if table else 0
+        # Usually all models have one tokenizer, which may take seconds to parse.
+        file = None if folder is None else folder / "tokenizer.json"
+        digest = file_sha256(file) if file is not None and file.is_file() else ""
+        ids = counts[digest] if digest in counts else counts.setdefault(digest, num_token_ids(folder))
         excess[name] = max(0, ids - rows) if table else 0
         # Published text models keep ids of images that they can't read.
         if excess[name] > next(iter(excess.values())):

@@ -53,7 +53,7 @@ Array = NDArray[np.float64]
 Row = dict[str, object]
 # Layer -> columns of the layer table.
 LayerRows = dict[int, dict[str, float | int]]
-# Samples of the first task whose drift is computed again in float64.
+# Samples of each task whose drift is compared with the library's, and of the first task with float64.
 VERIFIED_SAMPLES = 2
 # Samples per batch of the attribution: small, because the derivatives of a whole layer are in memory at once.
 BATCH = 8
@@ -77,8 +77,8 @@ def measure_task(
     diagnosis, data = TaskResults(), study.tasks[task]
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
     budget = study.settings.feature_budget
-    # The models run in their own library first, on one batch, to compare the drift of every layer with.
-    library = LibraryDrift(study.pool, task, study.variants, samples, budget)
+    # The models run in their own library first, to compare the drift of every layer with.
+    library = LibraryDrift(study.pool, task, study.variants, samples, budget, VERIFIED_SAMPLES)
     recorder = _record_drift(study, task, library, reporter)
     diagnosis.features = recorder.features()
     # One task suffices: what lowers the precision is the same for all.
@@ -121,7 +121,7 @@ def measure_task(
 
 
 def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: ProgressReporter) -> _DriftRecorder:
-    """Run a task's samples through all layers; check the first batch against the library's own forward."""
+    """Run a task's samples through all layers; check the first samples against the library's own forward."""
     samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
     meter = TaskProgress(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     recorder = _DriftRecorder(study.settings.pool, study.variants[0], study.settings.active_diagnostics)

@@ -113,8 +113,8 @@ def study_page(study: Study, results: Results) -> str:
         "## Scores",
         "",
         f"Means over {number} tasks, {number * results['tests']} test texts and {draws} draws of calibration texts, "
-        "with 95 % intervals over test texts. Gains are paired by text, in percentage points. Drift is the relative "
-        "drift of the final feature.",
+        "with 95 % intervals over test texts; `--auto` is of the first draw. Gains are paired by text, in percentage "
+        "points. Drift is the relative drift of the final feature.",
         "",
         f"| average of experts | {metric} | {second} | against the base | against the merge | drift |",
         "|---|---|---|---|---|---|",
@@ -260,10 +260,10 @@ def cost_sentence(results: Results) -> str:
     minutes = {step: seconds / 60 for step, seconds in results["seconds"].items()}
     parts = ", ".join(f"{TITLES.get(calibrated_variant(step), step)} {spent:.0f}" for step, spent in minutes.items())
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    runs = len(results["chosen"])
+    runs = results["draws"] + len(merges_of(results)) - 1
     return (
         f"On {results['machine']}, {versions}, {results['date']}, the study took {sum(minutes.values()):.0f} minutes "
-        f"of CPU time: {parts}, each summed over {runs} merges and draws with scoring."
+        f"of CPU time: {parts}, summed over {runs} merges and draws with scoring (`--auto`: {len(results['chosen'])})."
     )
 
 
@@ -280,8 +280,8 @@ def overview(stored: Mapping[str, Results]) -> str:
         *unclear_lines([*stored.values()]),
         *count_lines(stored),
         "",
-        "Scores are means over tasks: of the average over five draws of calibration texts, of other merges over one. "
-        "Bold ones are clearly better than all three.",
+        "Scores are means over tasks: of the average over five draws of calibration texts, of other merges and of "
+        "`--auto` over one. Bold ones are clearly better than all three.",
         "",
         f"| study | merge | {' | '.join(TITLES[model] for model in MODELS)} |",
         f"|---|---{'|---' * len(MODELS)}|",

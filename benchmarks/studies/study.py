@@ -40,6 +40,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "residual": {"method": "residual"},
     "auto": {"auto": True},
 }
+AUTO = "calibrated:auto"
 MODELS = ("base", "expert", "merged", *(f"calibrated:{name}" for name in REPAIRS))
 PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 SAVED = ("merged", "calibrated:residual")
@@ -192,8 +193,11 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         begun = started = time.process_time()
         run = dl.analyze(given, out=place, progress="none", resume=place.is_dir())
         add_seconds(folder, "analysis", started)
-        # The choice comes first, because calibrations that a run already has are candidates of it.
+        # The choice comes first, because calibrations that a run already has are candidates of it. It takes longer than
+        # all others, so that it is made for one draw of each merge.
         for name, request in reversed(REPAIRS.items()):
+            if name == "auto" and draw:
+                continue
             started = time.process_time()
             if is_first and f"calibrated:{name}" in SAVED:
                 request = {**request, "save_weights": folder / "saved" / name, "out_dtype": "float32"}
@@ -207,11 +211,15 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             for picture in PICTURES:
                 drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
-        models = {model: {task: measure_model(study, run, model, task) for task in study.tasks} for model in MODELS}
-        selection = run.manifest.calibrations["auto"].selection
-        titles = {entry["name"]: entry["title"] for entry in selection["compared"]}
+        measured = [model for model in MODELS if model != AUTO or not draw]
+        models = {model: {task: measure_model(study, run, model, task) for task in study.tasks} for model in measured}
+        found = {"models": models}
+        if not draw:
+            selection = run.manifest.calibrations["auto"].selection
+            titles = {entry["name"]: entry["title"] for entry in selection["compared"]}
+            found["chosen"] = titles[selection["choice"]]
         # The KL divergence of embeddings is not a number.
-        write_json_atomic(kept, {"models": models, "chosen": titles[selection["choice"]]}, allow_nan=True)
+        write_json_atomic(kept, found, allow_nan=True)
         if not is_first:
             shutil.rmtree(place)
         print(f"{merge}, draw {draw}: {time.process_time() - begun:.0f} s of CPU time", flush=True)
@@ -240,8 +248,9 @@ def results_of(
     for (merge, _), cell in measured.items():
         draws_of.setdefault(merge, []).append(cell["models"])
     models = []
-    for merge, draws in draws_of.items():
+    for merge, of_merge in draws_of.items():
         for model in MODELS:
+            draws = [draw for draw in of_merge if model in draw]
             # What a gain is measured against: the average is that of the same draws.
             pairs = {
                 start: [{"from": draw[start], "to": draw[model]} for draw in draws] for start in ("base", "merged")
@@ -261,7 +270,10 @@ def results_of(
                 }
             models.append(row)
     first = {
-        task: {model: float(np.mean([draw[model][task]["score"] for draw in draws_of["average"]])) for model in MODELS}
+        task: {
+            model: float(np.mean([draw[model][task]["score"] for draw in draws_of["average"] if model in draw]))
+            for model in MODELS
+        }
         for task in study.tasks
     }
     run = dl.open_run(folder / "runs" / "average-0")
@@ -275,7 +287,7 @@ def results_of(
         "seconds": json.loads((folder / "seconds.json").read_text(encoding="utf-8")),
         "models": models,
         "by_task": first,
-        "chosen": {f"{merge}, draw {draw}": cell["chosen"] for (merge, draw), cell in measured.items()},
+        "chosen": {f"{merge}, draw {draw}": cell["chosen"] for (merge, draw), cell in measured.items() if not draw},
         "verdict": json.loads((folder / "verdict.json").read_text(encoding="utf-8")),
         "checklist": (folder / "checklist.txt").read_text(encoding="utf-8"),
     }

@@ -23,6 +23,7 @@ NAMES = (
     "layers",
     "commands",
     "merging",
+    "why",
     "peers",
 )
 

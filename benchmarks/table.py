@@ -72,6 +72,7 @@ SUBJECTS = (
             "peers",
             "merging",
             "commands",
+            "why",
             "growth",
             "device",
         ),

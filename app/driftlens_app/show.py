@@ -228,23 +228,42 @@ def select_page_part(names: Sequence[str], *, key: str) -> str:
     )
 
 
-def show_part_charts(
-    page: str, part: str, run: DriftRun, options: ChartOptions, *, without: Collection[str] = ()
-) -> None:
-    """Show all charts registered for a heading of a page, except those in `without`."""
+def show_part_charts(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
+    """Show all charts registered for a heading of a page."""
     for name in chart_names_by_heading(page)[part]:
-        if name not in without:
-            show_chart(name, run, options)
+        show_chart(name, run, options)
 
 
-def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "") -> None:
-    """Show a chart with caption, hint and data, or `without` or a message if the run lacks its data."""
+def show_chart_expanders(names: Sequence[str], run: DriftRun, options: ChartOptions) -> None:
+    """Show charts in closed expanders with their titles; each is drawn when it is opened."""
+    for name in names:
+        drawer = st.expander(escape_markdown(charts[name].title), key=f"section-{name}", on_change="rerun")
+        if drawer.open:
+            with drawer:
+                show_chart(name, run, options, is_titled=False)
+
+
+def show_chart(
+    name: str, run: DriftRun, options: ChartOptions, without: str = "", *, is_titled: bool = True
+) -> None:
+    """Show a chart with caption, hint and data, or `without` or a message if the run lacks its data.
+
+    Args:
+        name: name of the chart.
+        run: the run.
+        options: options of the chart.
+        without: sentence that replaces the message.
+        is_titled: False leaves out the title; the caption's help has the hint then.
+    """
     with show_errors_in_place():
-        chart = charts[name]
-        st.header(escape_markdown(chart.title), anchor=False, help=chart.hint)
+        chart, caption = charts[name], charts[name].caption
+        if is_titled:
+            st.header(escape_markdown(chart.title), anchor=False, help=chart.hint)
+        else:
+            caption = f"{caption} {chart.hint}"
         try:
             drawn = cached_chart(name, run, chart.draw, options, narrow=is_narrow())
-            show_drawn_chart(name, run.id, drawn, chart.caption)
+            show_drawn_chart(name, run.id, drawn, caption)
             return
         except DataError as error:
             if not (lacking := error.context.get("lacking")):

@@ -87,6 +87,16 @@ def open_app(monkeypatch: pytest.MonkeyPatch) -> Open:
     return opened
 
 
+def open_sections(app: AppTest) -> list[str]:
+    """Open the charts that stand closed under their titles, and return the titles."""
+    closed = [drawer for drawer in app.expander if (drawer.key or "").startswith("section-")]
+    for drawer in closed:
+        app.session_state[drawer.key] = True
+    if closed:
+        app.run()
+    return [drawer.label for drawer in closed]
+
+
 def opened_drawers(app: AppTest, label: str) -> list[Expander]:
     """What is folded away behind `label`, after it was opened."""
     for drawer in app.expander:

@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.run import open_run
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, chart_names_by_heading, charts
-from tests.app.conftest import Open
+from tests.app.conftest import Open, open_sections
 from tests.app.pages import said
 from tests.quick import few
 from tests.runs.full_run import Size, write_full_run
@@ -65,9 +65,10 @@ def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root:
     run = open_run(root / "full")
     for view, query, names in views:
         app = open_app(root, view, **query)
+        closed = open_sections(app)
         assert not app.error and not app.exception, (view, query)
         figures = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
-        headings = [element.value.replace("\\", "") for element in app.header]
+        headings = [title.replace("\\", "") for title in (*(element.value for element in app.header), *closed)]
         assert headings[: len(names)] == [charts[name].title for name in names], (view, query)
         if names:
             assert len(figures) == sum(charts[name].missing(run, ChartOptions()) is None for name in names)

@@ -13,7 +13,7 @@ from driftlens.runs.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.sections import PRESETS
-from tests.app.conftest import Open
+from tests.app.conftest import Open, open_sections
 from tests.app.pages import said
 
 TOY = """
@@ -71,8 +71,8 @@ def test_it_is_in_the_presets_that_it_declares_and_in_the_full_one(toy: str, pre
 
 def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) -> None:
     app = open_app(root, "layers", layers="Drift")
+    assert open_sections(app)[:2] == ["A toy of a chart", charts["layer-drift"].title]
     assert not app.error and not app.exception
-    assert [element.value for element in app.header][1:3] == ["A toy of a chart", charts["layer-drift"].title]
     assert any("Made of one file" in f"{element.value} {element.help}".replace("\\", "") for element in app.caption)
 
 
@@ -85,6 +85,7 @@ def test_where_its_column_was_not_measured_it_says_what_fills_it(toy: str, open_
     pq.write_table(rows.set_column(at, field, pa.nulls(len(rows), field.type)), file)
     command = "driftlens analyze RUN --add cka"
     app = open_app(root, "layers", layers="Drift")
+    open_sections(app)
     assert "--add cka" in said(app) and not app.error
     content = Report(open_run(root / "full")).content
     assert command in next(figure for figure in content.figures if figure.name == toy).missing

@@ -15,6 +15,7 @@ from driftlens_app.show import (
     Page,
     select_page_part,
     show_chart,
+    show_chart_expanders,
     show_data_expander,
     show_errors_in_place,
     show_part_charts,
@@ -51,7 +52,12 @@ def show() -> None:
         offer_attribution(run)
     log = part == _DRIFT and st.checkbox("Logarithmic axis", key="log", bind="query-params")
     options = view.options(log=log)
-    show_part_charts("layers", part, run, options, without=(_PICTURE,))
+    if part == _DRIFT:
+        # A panel for every task would make the page many screens long.
+        names = chart_names_by_heading("layers")[part]
+        show_chart_expanders([name for name in names if name != _PICTURE], run, options)
+    else:
+        show_part_charts("layers", part, run, options)
     # Some diagnostics (CKA, spectral norms) have no chart and are shown in these tables only.
     tables = {"layers": run.layers()}
     if part == _SOURCES:

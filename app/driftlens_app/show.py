@@ -243,9 +243,7 @@ def show_chart_expanders(names: Sequence[str], run: DriftRun, options: ChartOpti
                 show_chart(name, run, options, is_titled=False)
 
 
-def show_chart(
-    name: str, run: DriftRun, options: ChartOptions, without: str = "", *, is_titled: bool = True
-) -> None:
+def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "", *, is_titled: bool = True) -> None:
     """Show a chart with caption, hint and data, or `without` or a message if the run lacks its data.
 
     Args:

@@ -472,6 +472,12 @@ def _check_expert_score(
             hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
         )
         checks.add_problem(subject, error)
+    elif num_classes > 1 and expert.high < (1 + chance) / 2:
+        checks.add_notice(
+            subject,
+            f"{text}, nearer to chance ({100 * chance:.1f} %) than to 100 %",
+            hint="Check prompt, class names and labels.",
+        )
     elif base is None:
         checks.add_passed(subject, text)
     elif (expert.value - base.value) * (-1 if metric.worse == "higher" else 1) > 0:

@@ -18,6 +18,7 @@ import pandas as pd
 from driftlens.results.formatting import Kind, format_interval, format_points, format_signed, is_measured
 from driftlens.runs.run import DriftRun, cache_on_run
 from driftlens.utils import intervals
+from driftlens.utils.errors import DriftLensError
 from driftlens.utils.intervals import (
     Array,
     Interval,
@@ -480,6 +481,35 @@ def mean_change(run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tup
     over = replace(mean_over_tasks(by_task), value=end - start)
     row = _measured_value(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
     return replace(row, tasks=tuple(tasks))
+
+
+@cache_on_run
+def accuracy_by_class_means(run: DriftRun, task: str) -> Interval:
+    """Return how often the nearest class mean of the expert's final features is the sample's class, without its head.
+
+    The sample itself is left out of its class's mean. NaN if features or labels are not stored.
+    """
+    try:
+        features = np.array(run.features(task, "expert", "final"), dtype=float)
+        ids = run.sample_ids(task)
+        rows = run.samples()
+    except DriftLensError:
+        return Interval(math.nan)
+    labels = rows[rows["task"] == task].drop_duplicates("sample_id").set_index("sample_id")["label"].reindex(ids)
+    is_labelled = labels.notna().to_numpy()
+    names, at = np.unique(labels[is_labelled].astype(str), return_inverse=True)
+    if len(names) < 2:
+        return Interval(math.nan)
+    features = features[is_labelled]
+    features = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    sizes, each = np.bincount(at), np.arange(len(at))
+    means = np.stack([features[at == place].mean(axis=0) for place in range(len(names))])
+    distances = (means**2).sum(axis=1) - 2 * features @ means.T + (features**2).sum(axis=1, keepdims=True)
+    # Without the sample, its class's mean is farther away by n / (n - 1); a class of one sample has none.
+    others = np.maximum(sizes[at] - 1, 1)
+    own = np.where(sizes[at] > 1, distances[each, at] * (sizes[at] / others) ** 2, np.inf)
+    distances[each, at] = np.inf
+    return share_interval(float((own < distances.min(axis=1)).mean()), len(at))
 
 
 def common_measures(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:

@@ -24,6 +24,7 @@ from driftlens.results.measures import (
     RELATIVE,
     SCORE,
     Measure,
+    accuracy_by_class_means,
     change_on_task,
     common_measures,
     main_metrics,
@@ -66,7 +67,7 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     Args:
         run: the run.
         side: -1 if the last model is clearly worse than the experts.
-        bad: tasks whose experts are clearly worse than the base.
+        bad: tasks with bad experts, see `Verdict`.
     """
     path = shlex.quote(str(run.path))
     # Modules in memory have no path that a command could name.
@@ -189,7 +190,8 @@ class Verdict:
         merged: the merged model, or the baseline that replaces it; may be empty, as may the calibrated `after`.
         gaps: merged against experts and base, calibrated against merged and base, as far as measured.
         worst: the task that is furthest below its expert, if clearly so; else empty.
-        bad_experts: tasks whose expert is clearly worse than the base.
+        bad_experts: tasks whose expert is clearly worse than the base, near chance or far less accurate than its
+            features.
         source: None if no share was measured.
         command: the next command; may be empty.
     """
@@ -277,7 +279,11 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
         behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
     worst = max(behind, key=lambda task: behind[task], default="")
     below = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
-    bad = tuple(task for task in tasks if task in below or _chance_of_bad_expert(run, about, task))
+    bad = tuple(
+        task
+        for task in tasks
+        if task in below or _chance_of_bad_expert(run, about, task) or _accuracy_of_features(run, about, task)
+    )
     # Without a gap to the experts, assume that the model is worse: the next command then looks for a repair.
     to_experts = gaps.get((after or merged, "expert"))
     command = recommend_command(run, to_experts.side if to_experts else -1, bad)
@@ -336,6 +342,14 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
         if chance
     ]:
         yield f"Experts not clearly above chance: {shorten_list(near, 2)}."
+    features = {task: _accuracy_of_features(run, judgement.measure, task) for task in judgement.bad_experts}
+    if misread := [
+        f"{task} ({format_value(value_on_task(run, SCORE, task, 'expert').value, 'share')}, nearest class mean "
+        f"{format_value(share, 'share')})"
+        for task, share in features.items()
+        if share
+    ]:
+        yield f"Experts far less accurate than their features: {shorten_list(misread, 2)}."
     is_merged = judgement.merged == "merged"
     if is_merged:
         yield from _merge_ranking_sentences(_load_merge_ranking(run))
@@ -361,11 +375,29 @@ def _is_below_base(run: DriftRun, about: Measure, task: str) -> bool:
 
 def _chance_of_bad_expert(run: DriftRun, about: Measure, task: str) -> float:
     """Return the accuracy of guessing if a task's expert is not clearly above it and nearer to it than to 1; else 0."""
-    classes, score = run.manifest.classes.get(task, ()), value_on_task(run, SCORE, task, "expert")
-    if about.role != SCORE.role or score.about.name != ACCURACY.name or len(classes) < 2:
-        return 0.0
-    chance = 1 / len(classes)
+    score, chance = value_on_task(run, SCORE, task, "expert"), _chance(run, about, task)
     return chance if score.low <= chance and score.value < (1 + chance) / 2 else 0.0
+
+
+def _accuracy_of_features(run: DriftRun, about: Measure, task: str) -> float:
+    """Return the accuracy of an expert's nearest class means if prompt or labels don't fit its features; else 0.
+
+    They don't if the expert is clearly nearer to chance than to 1, and its class means clearly nearer to 1. An expert
+    that has not learned its task is near chance in both.
+    """
+    score, chance = value_on_task(run, SCORE, task, "expert"), _chance(run, about, task)
+    middle = (1 + chance) / 2
+    if not (chance and score.high < middle):
+        return 0.0
+    by_means = accuracy_by_class_means(run, task)
+    return by_means.value if by_means.low > middle else 0.0
+
+
+def _chance(run: DriftRun, about: Measure, task: str) -> float:
+    """Return the accuracy of guessing; 0 if the task is not judged by accuracy, or its classes are unknown."""
+    classes = run.manifest.classes.get(task, ())
+    is_accuracy = about.role == SCORE.role and value_on_task(run, SCORE, task, "expert").about.name == ACCURACY.name
+    return 1 / len(classes) if is_accuracy and len(classes) > 1 else 0.0
 
 
 def _other_repairs_sentence(run: DriftRun, judgement: Verdict) -> Iterator[str]:
@@ -596,11 +628,15 @@ def _headline_text_and_tone(run: DriftRun, judged: Verdict, closed: Interval) ->
 
 
 def _bad_experts_text(run: DriftRun, judged: Verdict) -> str:
-    """Return the headline of a run whose experts are below the base or not above chance: no other number holds then."""
+    """Return the headline of a run with bad experts: no other number holds then."""
     bad, about = judged.bad_experts, judged.measure
-    is_one, below = len(bad) == 1, [task for task in bad if _is_below_base(run, about, task)]
-    kinds = ["worse than its base" if is_one else "worse than the base"] * bool(below)
-    kinds += ["not clearly above chance"] * (len(below) < len(bad))
+    is_one = len(bad) == 1
+    faults = {
+        "worse than its base" if is_one else "worse than the base": _is_below_base,
+        "not clearly above chance": _chance_of_bad_expert,
+        f"far less accurate than {'its' if is_one else 'their'} features": _accuracy_of_features,
+    }
+    kinds = [text for text, has_fault in faults.items() if any(has_fault(run, about, task) for task in bad)]
     experts = f"expert of {bad[0]} is" if is_one else f"experts of {shorten_list(bad, 2)} are"
     return f"Check prompt and labels first: the {experts} {' or '.join(kinds)}"
 

@@ -117,7 +117,9 @@ class ReportVerdict(ReportPart):
     means: dict[str, Estimate]
     gaps: tuple[ScoreGap, ...]
     worst: str = Field(description="Task with the largest gap to its expert; empty if no gap is significant.")
-    bad_experts: tuple[str, ...] = Field(description="Tasks whose expert is clearly worse than the base.")
+    bad_experts: tuple[str, ...] = Field(
+        description="Tasks whose expert is below the base, near chance, or far below its features."
+    )
     source: str = Field(description="Layer with the largest share of the merged model's drift; empty without.")
     source_share: Estimate | None
     command: str = Field(description="The recommended next command; empty if there is none.")

@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 
+from driftlens.results import verdict as verdicts
 from driftlens.results.formatting import keep_units_together, typeset_signs
+from driftlens.results.measures import accuracy_by_class_means
 from driftlens.results.verdict import headline, headline_sentence, shown_repair, verdict
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.utils.intervals import Interval, interval_ratio
+from driftlens.utils.intervals import Interval, interval_ratio, share_interval
 from driftlens.utils.variants import display_name
 from driftlens_reports.content import ReportHeadline
 from driftlens_reports.formats.page import headline_html
 from tests.runs.drawn_runs import CAL, OTHER, Right, best_repair, interval, run_of, tables
-from tests.runs.full_run import write_run
+from tests.runs.full_run import write_full_run, write_run
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +172,41 @@ def test_an_expert_near_chance_is_the_headline(manifest: Manifest, right: int, i
     ) == is_near
     said = "Experts not clearly above chance: t0 (34.0 %, chance 33.3 %)." in verdict(run).sentences
     assert said == is_near and (verdict(run).command.split()[1] == "validate") == is_near
+
+
+@pytest.mark.parametrize(("right", "by_means", "is_misread"), [(155, 0.9, True), (155, 0.5, False), (300, 0.9, False)])
+def test_an_expert_that_its_prompt_misreads_is_the_headline(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, right: int, by_means: float, is_misread: bool
+) -> None:
+    """31 % of ten classes where its features tell them apart; a weak expert's features don't, and 60 % may be hard."""
+    monkeypatch.setattr(verdicts, "accuracy_by_class_means", lambda run, task: share_interval(by_means, 128))
+    scores = {"base": 50, "merged": 100, "expert": right}
+    known = dataclasses.replace(manifest, classes={"t0": tuple("abcdefghij")})
+    run = run_of(known, {("t0", model): k for model, k in scores.items()}, 500, {})
+    text = "Check prompt and labels first: the expert of t0 is far less accurate than its features"
+    assert (headline(run).text == text) == is_misread
+    said = "Experts far less accurate than their features: t0 (31.0 %, nearest class mean 90.0 %)."
+    assert (said in verdict(run).sentences) == is_misread
+
+
+def test_the_nearest_class_mean_leaves_the_sample_out(tmp_path: Path) -> None:
+    run = open_run(write_full_run(tmp_path / "run"))
+    task = run.tasks[0]
+    features = np.array(run.features(task, "expert", "final"), dtype=float)
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    labels = run.samples().query("task == @task").drop_duplicates("sample_id").set_index("sample_id")["label"]
+    labels = labels.reindex(run.sample_ids(task)).to_numpy()
+    right = 0
+    for row, label in enumerate(labels):
+        others = np.arange(len(labels)) != row
+        means = {name: features[others & (labels == name)].mean(axis=0) for name in {*labels[others]}}
+        right += label == min(means, key=lambda name: float(((features[row] - means[name]) ** 2).sum()))
+    found = accuracy_by_class_means(run, task)
+    assert (found.value, found.n) == (pytest.approx(right / len(labels)), len(labels))
+    for file in (run.path / "features").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    assert math.isnan(accuracy_by_class_means(open_run(run.path), task).value)
 
 
 def test_tasks_that_are_still_to_come_are_counted(manifest: Manifest) -> None:

@@ -101,7 +101,7 @@ def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Repor
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     widths = page.evaluate("[...document.querySelectorAll('.plot .main-svg')].map(drawing => drawing.clientWidth)")
     assert set(widths) == {1030}  # before the style sheet's zoom
-    assert page.evaluate("[...document.querySelectorAll('.plot .main-svg')].every(plot => plot.clientHeight <= 900)")
+    assert page.evaluate("[...document.querySelectorAll('.plot .main-svg')].every(plot => plot.clientHeight <= 700)")
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     eventually(page, narrow)
 
@@ -122,11 +122,14 @@ def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_pag
 
 
 @in_light
-def test_printed_pages_have_margins_and_none_is_half_empty(report: Report, context: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tasks", [2, 16])
+def test_printed_pages_have_margins_and_none_is_half_empty(context: Any, tmp_path: Path, tasks: int) -> None:
     render = shutil.which("pdftoppm")
     if render is None:
         pytest.skip("needs pdftoppm")
-    page = Opened(context.new_page(), report.run.path.parent / "report.html").page
+    path = write_full_run(tmp_path / "run", tasks=[f"task{number}" for number in range(tasks)])
+    (tmp_path / "report.html").write_bytes(Report(path).files(["html"])["report.html"])
+    page = Opened(context.new_page(), tmp_path / "report.html").page
     page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
     page.pdf(path=tmp_path / "report.pdf", format="A4", prefer_css_page_size=True)
     subprocess.run([render, "-r", "25.4", "-gray", tmp_path / "report.pdf", tmp_path / "page"], check=True)

@@ -3,9 +3,9 @@
 // others when theirs is opened. Printing opens and finishes what is left.
 (() => {
   // Pixels of a drawing before the style sheet's zoom for paper; much lower than a page, so that pages get full.
-  const PRINTED_WIDTH = 1030, PRINTED_HEIGHT = 900;
+  const PRINTED_WIDTH = 1030, PRINTED_HEIGHT = 700;
   // A page, for charts of so many panels that they would be too low; they have no room for titles of value axes.
-  const PAGE_HEIGHT = 1420;
+  const PAGE_HEIGHT = 1340;
   const waiting = new Set(document.querySelectorAll(".plot"));
   const drawn = [];
 
@@ -51,9 +51,10 @@
     for (const plot of drawn) if (scheme.matches) show(plot, false);
     for (const plot of waiting) draw(plot, false);
     for (const plot of drawn) {
-      const isCrowded = plot.layout.height > 2 * PRINTED_HEIGHT, highest = isCrowded ? PAGE_HEIGHT : PRINTED_HEIGHT;
+      const { height } = plot._fullLayout; // a resized window leaves none in `layout`
+      const isCrowded = height > 2.5 * PRINTED_HEIGHT, highest = isCrowded ? PAGE_HEIGHT : PRINTED_HEIGHT;
       plot.classList.toggle("crowded", isCrowded);
-      Plotly.relayout(plot, { autosize: false, width: PRINTED_WIDTH, height: Math.min(plot.layout.height, highest) });
+      Plotly.relayout(plot, { autosize: false, width: PRINTED_WIDTH, height: Math.min(height, highest) });
     }
   });
   window.addEventListener("afterprint", () => {

@@ -697,7 +697,7 @@
     const found = [...counts(key, all)].sort((a, b) => b[1] - a[1]), part = counts(key, list), top = found[0]?.[1] ?? 1;
     box.append(...found.slice(0, MOST_NAMED).map(([at, count]) => {
       const row = button("", "bar-row", () => toggled(key, at), !!state.only[key]?.has(at)), back = made("span", "back"), front = made("span", "front");
-      back.style.width = `${(100 * count) / top}%`; front.style.width = `${(100 * (part.get(at) ?? 0)) / top}%`;
+      for (const [bar, size] of [[back, count], [front, part.get(at) ?? 0]]) bar.style.width = `calc((100% - 5.2rem) * ${size / top})`; // room for the count
       if (state.colour === key) front.style.background = css(lookOf(key, at)[0]);
       row.append(back, front, made("span", "name", COLUMNS[key].names[at]), made("span", "count", `${part.get(at) ?? 0} of ${count}`));
       return row;

@@ -68,7 +68,7 @@ def _draw_sample_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -
 
 @figure("sweeps", title="Sensitivity to the coefficients")
 def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
-    """Draw accuracy by coefficient of FeatCal, one panel per coefficient, with a mark at the run's own setting."""
+    """Draw accuracy by coefficient of FeatCal, one panel per coefficient, with a mark at the run's own FeatCal setting."""
     narrow = options.is_single_column
     plate = PaperFigure(runs, options, options.width * (1.7 if narrow else 0.42))
     panels = plate.figure.subplots(3 if narrow else 1, 1 if narrow else 3, sharey=True)
@@ -99,7 +99,11 @@ def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) 
     add_legend(plate.figure, entries)
     lead = "Accuracy, averaged over tasks, as one coefficient of the calibration varies."
     if drawn:
-        about = "One line per run; the dashed line marks the run's own setting."
+        about = "One line per run" + (
+            "; dashed and vertical: the setting of its newest FeatCal calibration."
+            if any(_own_setting(run, factor) is not None for run in runs for factor in _FACTORS)
+            else "."
+        )
         notes = [*_sweep_caption_sentences(runs, drawn, options), about, *notes]
     return plate.finish(lead, *notes, ROUNDED)
 
@@ -154,12 +158,16 @@ def _draw_sweep_curves(
                 named = f"{variant_title(variant)}, {name}" if len(runs) > 1 else variant_title(variant)
                 entries[named] = axes.axhline(height, color=colour, linewidth=1.3 * thin, linestyle=dots)
                 plate.record(panel, run, {"accuracy (average over tasks)": height}, variant=variant)
-        newest = "".join(options.calibrated_of(run)[-1:]).removeprefix("calibrated:")
-        info = run.manifest.calibrations.get(newest)
-        own = info.settings.get(factor) if info and factor in _FACTORS else None
-        if isinstance(own, int | float):
+        own = _own_setting(run, factor) if factor in _FACTORS else None
+        if own is not None:
             axes.axvline(own, color=colour, linewidth=thin, linestyle=(0, (4, 2)), label=GUIDE)
     return entries, points_of
+
+
+def _own_setting(run: DriftRun, factor: str) -> float | None:
+    """Return a coefficient of the run's newest FeatCal calibration, which the curves vary; None without any."""
+    own = [info.settings.get(factor) for info in run.manifest.calibrations.values() if info.method == "featcal"]
+    return next((value for value in reversed(own) if isinstance(value, int | float)), None)
 
 
 def _sweep_command_hint(factor: str) -> str:

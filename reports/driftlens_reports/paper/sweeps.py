@@ -68,7 +68,7 @@ def _draw_sample_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -
 
 @figure("sweeps", title="Sensitivity to the coefficients")
 def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
-    """Draw accuracy by coefficient of FeatCal, one panel per coefficient, with a mark at the run's own FeatCal setting."""
+    """Draw accuracy by coefficient of FeatCal, one panel per coefficient, with a mark at the run's own one."""
     narrow = options.is_single_column
     plate = PaperFigure(runs, options, options.width * (1.7 if narrow else 0.42))
     panels = plate.figure.subplots(3 if narrow else 1, 1 if narrow else 3, sharey=True)

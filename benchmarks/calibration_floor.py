@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.reference_calibration import Clock
 
-WIDTH, INNER, TOKENS = 768, 3072, 50
+WIDTH, INNER, TOKENS, HEADS = 768, 3072, 50, 12
 GROUPS = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
 """(outputs, inputs) of the sites that share an input: queries, keys and values; out; fc1; fc2."""
 FOLDS, SKETCH = 4, 256
@@ -40,6 +42,52 @@ def product_rates(device: torch.device) -> Rates:
             clock(lambda: left @ right)  # noqa: B023 - called at once
         rates[dtype] = 8 * 16 * TOKENS * WIDTH * INNER / clock.seconds / 1e9
     return Rates(rates[torch.float32], rates[torch.float64])
+
+
+@dataclass(frozen=True)
+class ElementwiseSeconds:
+    """Seconds of necessary steps that are no products, measured alone.
+
+    Attributes:
+        block: those of a block on 16 images, in one pass: two layer norms, the softmax, the first residual sum, GELU,
+            and all biases but fc2's. What follows that is left out, as the first pass of the merged model ends there.
+        sums: adding the Gram matrices and cross moments of one task to sums in float64, in one block.
+    """
+
+    block: float
+    sums: float
+
+
+@torch.no_grad()
+def elementwise_seconds(device: torch.device) -> ElementwiseSeconds:
+    """Measure the least of some turns."""
+    generator = torch.Generator().manual_seed(0)
+    x, inner = (torch.randn(16 * TOKENS, width, generator=generator).to(device) for width in (WIDTH, INNER))
+    scores = torch.randn(16, HEADS, TOKENS, TOKENS, generator=generator).to(device)
+    # Gram matrices are symmetric, so half their entries are enough.
+    parts = [torch.ones(o * k + k**2 // 2, dtype=torch.float64, device=device) for o, k in GROUPS]
+    totals = [torch.zeros_like(part) for part in parts]
+
+    def block() -> None:
+        for _ in range(2):
+            F.layer_norm(x, (WIDTH,), x[0], x[0])
+        for _ in range(4):  # biases of queries, keys, values and out
+            x + x[0]
+        scores.softmax(dim=-1)
+        x + x
+        F.gelu(inner + inner[0])
+
+    def sums() -> None:
+        for total, part in zip(totals, parts, strict=True):
+            total.add_(part, alpha=0.5)
+
+    return ElementwiseSeconds(*(min(_seconds(steps, device) for _ in range(8)) for steps in (block, sums)))
+
+
+def _seconds(steps: Callable[[], None], device: torch.device) -> float:
+    clock = Clock(device)
+    clock(steps)
+    return clock.seconds
 
 
 def floor_seconds(tasks: int, samples: int, blocks: int, rates: Rates, *, objectives: bool = False) -> float:

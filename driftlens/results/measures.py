@@ -338,9 +338,10 @@ def paired_correctness(
             continue
         sides = zip((before, after), variants, strict=True)
         start, end = (_correctness_by_sample(run, task, variant, metric, split) for run, variant in sides)
-        answers = start.to_frame("before").join(end.rename("after"), how="inner")
-        if len(answers):
-            return intervals.mcnemar_test(*(answers[side].to_numpy(dtype=bool) for side in answers)), split
+        # Both usually answered the same samples, so that this is much faster than a join.
+        shared = start.index.intersection(end.index)
+        if len(shared):
+            return intervals.mcnemar_test(*(side.reindex(shared).to_numpy(dtype=bool) for side in (start, end))), split
     return None
 
 

@@ -95,25 +95,26 @@ def start_and_rerun(request: JobRequest) -> None:
         st.rerun()
 
 
-def offer_attribution(run: DriftRun) -> None:
-    """Show a button that attributes drift to layers, if some variants have no attribution yet."""
+def offer_attribution(run: DriftRun) -> bool:
+    """Show a button that attributes drift to layers, and return True, if some variants have no attribution yet."""
     rows = run.layers()
     # Without rows, `map` returns no booleans to select by.
     is_traceable = rows["variant"].map(has_attribution).astype(bool)
     traced = rows[is_traceable].groupby(["variant", "task"])["jacobian_samples"].count()
     lacking = {variant for variant, _ in traced[traced == 0].index}
     if not lacking or not is_analyzed(run.manifest) or has_live_modules(run.manifest):
-        return
+        return False
     names = "; ".join(display_name(variant) for variant in run.variants if variant in lacking)
     show_note(f"Drift not attributed to layers yet: {escape_markdown(names)}.")
     request = attribution_request(run)
     is_busy = show_live_job(run.path)
     show_failed_job(poll_job(run.path, request.kind))
-    if is_busy or Settings.from_environment().read_only:
-        return
     label = "Attribute the drift to layers"
-    if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
+    if not (is_busy or Settings.from_environment().read_only) and st.button(
+        label, type="primary", icon=":material/play_arrow:", key=request.kind
+    ):
         start_and_rerun(request)
+    return True
 
 
 def show_repair_link() -> None:

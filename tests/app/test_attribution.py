@@ -80,6 +80,14 @@ def test_only_the_models_that_lack_it_are_named(open_app: Open, root: Path) -> N
     assert len(app.get("plotly_chart")) > 0
 
 
+def test_overview_says_once_that_it_is_lacking(open_app: Open, root: Path) -> None:
+    leave_out(root / "full", "merged", "calibrated:featcal")
+    app = open_app(root, "overview")
+    assert [note.value for note in app.info if "attribut" in note.value] == [
+        "Drift not attributed to layers yet: merged; featcal."
+    ]
+
+
 @pytest.mark.parametrize("view", few(VIEWS, ["layers"]))
 def test_a_run_with_it_offers_nothing(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, layers="Sources")

@@ -183,11 +183,11 @@ def _show_drift_sources(chosen: Selection) -> None:
         help="Each layer's share of each task's final drift, by attribution.",
     )
     # A live job is shown once, in the place of the buttons.
-    if not has_live_job(chosen.run.path):
-        offer_attribution(chosen.run)
+    is_offered = not has_live_job(chosen.run.path) and offer_attribution(chosen.run)
     options = chosen.options(variants=(variant,))
     if charts[_CELLS].missing(chosen.run, options) is not None:
-        show_note("This run has no attribution of drift to layers.")
+        if not is_offered:
+            show_note("This run has no attribution of drift to layers.")
         return
     drawn = cached_chart(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
     show_drawn_chart(_CELLS, chosen.run.id, drawn)

@@ -318,7 +318,9 @@ class ResidualSums:
     @convert_moments_oom()
     def __init__(self, gram: GramSum, outputs: int) -> None:
         self.gram = gram
-        self._cross = torch.zeros(2 * outputs, gram.k, dtype=gram.dtype, device=gram.device)
+        # Rows of whole cache lines: products with rows of other widths take up to twice as long.
+        width = -(-gram.k // _LINE) * _LINE
+        self._cross = torch.zeros(2 * outputs, width, dtype=gram.dtype, device=gram.device)[:, : gram.k]
         self._energy = self._cross.new_zeros(())
 
     def clear(self) -> None:
@@ -331,11 +333,11 @@ class ResidualSums:
         """Add rows x [T, k] with local and upstream targets side by side, [T, 2 o]."""
         x, targets = half_to_float(x), half_to_float(targets)
         self.gram.add_rows(x)
-        # Rows of whole cache lines: other widths take up to twice as long.
-        lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
-        product = torch.mm(targets.mT, x, out=lines[:, : x.shape[1]])
+        if self._cross.device == x.device:
+            self._cross.addmm_(targets.mT, x)
+        else:
+            add_scaled(self._cross, targets.mT @ x)
         local, upstream = targets.chunk(2, dim=1)
-        add_scaled(self._cross, product)
         self._energy += (local + upstream).square().sum().to(self._energy.device)
 
     def join(self, other: ResidualSums) -> None:

@@ -57,8 +57,8 @@ def _write_models(folder: pathlib.Path) -> None:
     (file,) = (folder / "base").rglob("*.safetensors")
     base = load_file(file)
     models = {task: {key: _with_noise(value, seed) for key, value in base.items()} for seed, task in enumerate(TASKS)}
-    experts = [*models.values()]
-    models["merged"] = {key: torch.lerp(*(each[key].float() for each in experts), 0.5).to(base[key]) for key in base}
+    one, two = models.values()
+    models["merged"] = {key: ((one[key].float() + two[key].float()) / 2).to(base[key]) for key in base}
     for name, tensors in models.items():
         shutil.copytree(folder / "base", folder / name)
         save_file(tensors, folder / name / file.relative_to(folder / "base"), {"format": "pt"})

@@ -57,7 +57,8 @@ def show() -> None:
     run = current_selection().run
     parts = {"Report": _show_report_part, "Figures and tables": _show_exhibits_part}
     parts[select_page_part([*parts], key="export")](run)
-    line = f"driftlens.integrations.tracking.to_run({run.path.name!r}, 'PROJECT', library='trackio')"
+    line = "from driftlens.integrations.tracking import to_run; "
+    line += f"to_run({str(run.path)!r}, 'PROJECT', library='trackio')"
     st.markdown(f"In Python, `{line}` logs the run to trackio, and `library='wandb'` to Weights & Biases.")
 
 

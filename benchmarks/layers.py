@@ -1,7 +1,7 @@
 """Time and memory per layer of a large decoder: plain forward pass, analysis and FeatCal, with weights on disk.
 
 `DRIFTLENS_WIDTH` sets the hidden size (4096, as in models of 8 billion parameters). Two layers are measured; figures of
-whole models are these times the number of layers, and for other widths scaled by counted multiplications.
+whole models are these times the number of layers, and for other widths scaled by counted multiplications and bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def run(device: str) -> None:
     for model, (width, depth) in MODELS.items():
         for job in JOBS[1:]:
             seconds = measured[job][0] / LAYERS * depth * _multiplications(job, width) / _multiplications(job, WIDTH)
-            memory, traffic = _memory(job, width), depth * _layer_bytes(width) * _models_read(job)
+            memory = measured[job][1] * _memory(job, width) / _memory(job, WIDTH)
+            traffic = depth * _layer_bytes(width) * _models_read(job)
             value = f"{seconds / 3600:.1f} h; {memory / 1e9:.0f} GB; {traffic / 1e9:.0f} GB"
             record("layers", f"estimate for {model}, {job}: time; memory; read from disk", value, device=device)
 

@@ -82,8 +82,8 @@ SUBJECTS = (
     Subject("Memory", "Peak resident memory of one process.", ("memory", "mixtures")),
     Subject(
         "Large models",
-        "Two layers are measured, in CPU seconds per layer. Time and memory of whole models are these, scaled by counted "
-        "multiplications and bytes; traffic is counted.",
+        "Two layers are measured, in CPU seconds per layer. Time and memory of whole models are these, scaled by "
+        "counted multiplications and bytes; traffic is counted.",
         ("layers",),
     ),
     Subject(

@@ -17,7 +17,7 @@ WANTED = {"json": (2, 5), "html": (5, 8)}
 
 _INSIDE = """
 import sys, time
-import matplotlib.figure, plotly.graph_objects, plotly.subplots, pyarrow.parquet
+import matplotlib.figure, plotly.graph_objects, plotly.subplots, pyarrow.parquet, scipy.special
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 len(charts)

@@ -259,11 +259,6 @@ def test_errors_of_independent_groups_add_with_satterthwaites_freedom() -> None:
     assert standard_error([one, other[:1]])[0] == math.inf
 
 
-@given(freedom=st.floats(1, 1e7), level=st.floats(0.5, 0.9999))
-def test_quantiles_of_t_are_scipys(freedom: float, level: float) -> None:
-    assert t_quantile(freedom, level) == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-9)
-
-
 def test_a_mean_over_tasks_errs_as_its_strata_do() -> None:
     """Tasks stay what they are: many samples of very different tasks have a certain mean."""
     far = [Interval(0.1, 0.09, 0.11), Interval(0.9, 0.89, 0.91)]

@@ -221,7 +221,7 @@ GRACE_SECONDS = 5.0
 
 @dataclass
 class _StopState:
-    """How and when this process began to stop (signal or error), and the cancel token of the running job."""
+    """The times at which this process began to stop (signal or error), and the cancel token of the running job."""
 
     since: float | None = None
     failed: float | None = None

@@ -107,7 +107,7 @@ def test_a_damaged_and_a_vanished_piece_take_nothing_else_along(
     said = page.get_by_test_id("stAlertContentError").filter(has_text="outputs")
     expect(said.first).to_be_visible()
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Layers").click()
-    drawn(page, page.get_by_role("heading", name="Drift by layer"), timeout=PATIENCE)
+    drawn(page, page.get_by_text("Drift by layer", exact=True), timeout=PATIENCE)
     expect(page.get_by_test_id("stAlertContentError")).to_have_count(0)
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Samples").click()
     expect(page.get_by_test_id("stAlertContentError").first).to_be_visible()

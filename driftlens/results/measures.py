@@ -491,11 +491,13 @@ def accuracy_by_class_means(run: DriftRun, task: str) -> Interval:
     The sample itself is left out of its class's mean. NaN if features or labels are not stored.
     """
     try:
-        features = np.array(run.features(task, "expert", "final"), dtype=float)
-        ids = run.sample_ids(task)
-        rows = run.samples()
+        features, ids, rows = run.features(task, "expert", "final"), run.sample_ids(task), run.samples()
     except DriftLensError:
         return Interval(math.nan)
+    # The file of a damaged run may hold anything.
+    if features.ndim != 2 or len(features) != len(ids) or features.dtype.kind != "f":
+        return Interval(math.nan)
+    features = features.astype(float)
     labels = rows[rows["task"] == task].drop_duplicates("sample_id").set_index("sample_id")["label"].reindex(ids)
     is_labelled = labels.notna().to_numpy()
     names, at = np.unique(labels[is_labelled].astype(str), return_inverse=True)

@@ -6,6 +6,7 @@ import difflib
 import functools
 import pathlib
 import shlex
+import tokenize
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
@@ -258,7 +259,8 @@ class DriftRun:
         try:
             # Without pickle: unpickling an array of an untrusted run could execute code.
             return cast("NDArray[Any]", np.load(regular_file(path), mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError, EOFError) as error:
+        # numpy splits a header into Python's tokens.
+        except (OSError, ValueError, EOFError, tokenize.TokenError) as error:
             raise RunError(f"{path} can't be read: {error}", hint=DAMAGED) from error
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:

@@ -28,6 +28,7 @@ from driftlens.pipelines.model_selection import mean_over_samples
 from driftlens.results.verdict import verdict
 from driftlens.utils.files import write_json_atomic, write_text_atomic
 from driftlens.utils.intervals import mean_over_tasks
+from driftlens.utils.variants import calibrated_variant
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
 MERGES: dict[str, dict[str, Any]] = {
@@ -193,10 +194,11 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         begun = started = time.process_time()
         run = dl.analyze(given, out=place, progress="none", resume=place.is_dir())
         add_seconds(folder, "analysis", started)
+        measured = [model for model in MODELS if model != AUTO or not draw]
         # The choice comes first, because calibrations that a run already has are candidates of it. It takes longer than
         # all others, so that it is made for one draw of each merge.
         for name, request in reversed(REPAIRS.items()):
-            if name == "auto" and draw:
+            if calibrated_variant(name) not in measured:
                 continue
             started = time.process_time()
             if is_first and f"calibrated:{name}" in SAVED:
@@ -211,7 +213,6 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             for picture in PICTURES:
                 drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
-        measured = [model for model in MODELS if model != AUTO or not draw]
         models = {model: {task: measure_model(study, run, model, task) for task in study.tasks} for model in measured}
         found = {"models": models}
         if not draw:

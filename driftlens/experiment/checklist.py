@@ -395,7 +395,9 @@ def _check_token_ids(sources: Mapping[str, StateSource], folders: Mapping[str, P
         # Usually all models have one tokenizer, which may take seconds to parse.
         file = None if folder is None else folder / "tokenizer.json"
         digest = file_sha256(file) if file is not None and file.is_file() else ""
-        ids = counts[digest] if digest in counts else counts.setdefault(digest, num_token_ids(folder))
+        if digest not in counts:
+            counts[digest] = num_token_ids(folder)
+        ids = counts[digest]
         excess[name] = max(0, ids - rows) if table else 0
         # Published text models keep ids of images that they can't read.
         if excess[name] > next(iter(excess.values())):

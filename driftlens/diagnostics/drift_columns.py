@@ -5,7 +5,6 @@ Norms and cosines use pooled vectors; amplification and growth use the full stat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +36,7 @@ from driftlens.models.heads import (
     is_vocabulary_head,
 )
 from driftlens.runs.schema import LAYERS, OUTPUTS, PARAMS, SAMPLES
-from driftlens.utils.intervals import RESAMPLES
+from driftlens.utils.intervals import bootstrap_counts
 from driftlens.utils.registry import DiagnosticInput, diagnostic
 from driftlens.utils.variants import expert_name
 
@@ -137,17 +136,10 @@ def bootstrap_ratio_ci(parts: NDArray[np.float64], whole: NDArray[np.float64]) -
     if n < 2 or not whole.sum() > 0:
         return np.full((2, rows), np.nan)
     # Resamples as counts of each sample turn all sums into one matrix product.
-    counts = _bootstrap_counts(n)
+    counts = bootstrap_counts(n)
     sums = counts @ whole
     ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
     return np.quantile(ratios, (0.025, 0.975), axis=0)
-
-
-# All layers of a task have as many samples and share their resamples.
-@functools.lru_cache(maxsize=1)
-def _bootstrap_counts(n: int) -> NDArray[np.int64]:
-    """Return the count of each of n samples in every bootstrap resample, [RESAMPLES, n]."""
-    return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
 def _ratio_or_nan(over: NDArray[np.float64], under: NDArray[np.float64]) -> NDArray[np.float64]:

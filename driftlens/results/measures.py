@@ -583,7 +583,7 @@ def metric_interval(metric: Metric, values: Array, references: Array) -> Interva
     if metric.kind == "share":
         return share_interval(round(float(values.sum())) / n, n)
     # The first row of draws has each sample once: the value itself.
-    value, *drawn = _metric_per_resample(metric, values, references, _bootstrap_counts(n))
+    value, *drawn = _metric_per_resample(metric, values, references, _sample_and_resamples(n))
     # Numbers that are all alike are correlated with nothing.
     return Interval(float(np.nan_to_num(value)), *_percentile_interval(np.array(drawn)), n)
 
@@ -600,18 +600,15 @@ def bootstrap_change(metric: Metric, before: Array, after: Array, references: Ar
         references: references `[n]`.
     """
     # The same draws for both sides make the interval paired.
-    counts = _bootstrap_counts(len(before))
+    counts = _sample_and_resamples(len(before))
     start, end = (np.nan_to_num(_metric_per_resample(metric, side, references, counts)) for side in (before, after))
     value, *drawn = end - start
     return Interval(float(value), *_percentile_interval(np.array(drawn)), len(before))
 
 
-def _bootstrap_counts(n: int) -> Array:
+def _sample_and_resamples(n: int) -> Array:
     """Return how often each sample is drawn, one row per resample; the first row is the original sample."""
-    size = intervals.RESAMPLES if n > 1 else 0
-    # A fixed seed, so that both sides of a change use the same resamples.
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=size)
-    return np.concatenate([np.ones((1, n)), drawn])
+    return np.concatenate([np.ones((1, n)), *([intervals.bootstrap_counts(n)] if n > 1 else [])])
 
 
 def _percentile_interval(drawn: Array) -> tuple[float, float]:

@@ -5,6 +5,7 @@ Score intervals cover the truth in about 95 % of cases from ten samples on; 1.96
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -218,6 +219,13 @@ def interval_p_value(interval: Interval) -> float:
     """Compute the two-sided p-value of the hypothesis of no change from a 95 % interval."""
     half = interval.value - interval.low if interval.value > 0 else interval.high - interval.value
     return math.erfc(_Z * abs(interval.value) / half / math.sqrt(2)) if half else float(interval.value == 0)
+
+
+# All layers and variants of a task have as many samples and share their resamples.
+@functools.lru_cache(maxsize=1)
+def bootstrap_counts(n: int) -> NDArray[np.int64]:
+    """Return how often each of n samples is drawn in every bootstrap resample, [RESAMPLES, n], by a fixed seed."""
+    return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
 def t_quantile(freedom: float, level: float = 0.95) -> float:

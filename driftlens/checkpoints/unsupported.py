@@ -128,9 +128,11 @@ def detect_loader(config: Mapping[str, Any]) -> str:
 
 def has_image_processor(config: Mapping[str, Any]) -> bool:
     """Return True if transformers has an image processor for a `config.json`."""
+    if "model_type" not in config:
+        return False
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    return config.get("model_type") in IMAGE_PROCESSOR_MAPPING_NAMES
+    return config["model_type"] in IMAGE_PROCESSOR_MAPPING_NAMES
 
 
 def can_generate(config: Mapping[str, Any]) -> bool:

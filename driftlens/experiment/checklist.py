@@ -469,8 +469,11 @@ def _read_statistics(sources: Mapping[str, StateSource]) -> _Statistics:
             gram += (stacked @ stacked.T).double()
             if num_experts > 1:
                 changes = stacked[first : first + num_experts]
-                disputed += int(((changes != 0).sum(dim=0, dtype=torch.uint8) > 1).sum())
-                opposed += int(((changes > 0).any(dim=0) & (changes < 0).any(dim=0)).sum())
+                # Experts that change an entry, and their signs summed up: opposite ones make the sum smaller.
+                signs = changes.sign()
+                total, count = signs.sum(dim=0).abs_(), signs.abs_().sum(dim=0)
+                disputed += int(torch.count_nonzero(count > 1))
+                opposed += int(torch.count_nonzero(total < count))
         broken = torch.nonzero(~torch.isfinite(torch.diagonal(gram))).flatten().tolist()
         # What is subtracted from a broken base is broken, too.
         for position in [0] if 0 in broken else broken:

@@ -41,16 +41,17 @@ from driftlens.utils.errors import DataError, SpecError, pluralize
 from driftlens.utils.files import expand_home
 
 if TYPE_CHECKING:
+    from driftlens.config.data import DataDefaults
     from driftlens.data.sources import SplitView
 
-# Samples per task at most: enough for an interval, few enough for minutes.
-CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
+# Samples per task at most: enough for an interval, few enough for a minute with two experts of 270M parameters.
+COUNTS = {"n": 32, "n_diagnosis": 16, "n_test": 64}
 # Samples per batch: small, because the first one is repeated in the models' own library.
 BATCH = 8
 # Samples per task whose drift is attributed to layers, and nodes of each integral.
 TRACED, NODES = 4, 2
-# Most different answers of a task that are still scored as classes.
-MAX_CLASSES = 20
+# Most different answers of a task that are still scored as classes, and the number of answers that are looked at.
+MAX_CLASSES, _READ_ANSWERS = 20, 1280
 _PROMPT = "a photo of a {}."
 _IMAGE_LOADERS = ("open-clip", "hf-clip", "hf-vit", "timm")
 _CLIPS = ("open-clip", "hf-clip")
@@ -233,7 +234,7 @@ def draft_spec(
             else {"merge": dict(roles.merged)}
         ),
         "data": {
-            "defaults": {"n": CALIBRATION, "n_diagnosis": DIAGNOSIS, "n_test": TEST, "batch_size": BATCH},
+            "defaults": {**COUNTS, "batch_size": BATCH},
             **entries,
         },
         "metrics": {
@@ -249,7 +250,7 @@ def draft_spec(
     reads_words = loader in _CLIPS and roles.base is not None and _has_text_tower(roles.base, access)
     for task, entry in spec.data.tasks.items():
         views = {split: open_split(entry, split, access) for split in ("calibration", "test")}
-        content["data"][task] |= _sample_counts(views["calibration"], views["test"], task)
+        content["data"][task] |= _sample_counts(views["calibration"], views["test"], spec.data.defaults, task)
         words = views["test"].class_names
         if reads == "text":
             content["data"][task] |= _answer_scoring_settings(views["test"], loader)
@@ -333,22 +334,27 @@ def _data_entries(
     return {task: dict(entry) for task, entry in entries.items()}, []
 
 
-def _sample_counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
-    """Return the numbers of samples per split; if all share one source, most are used for measurements."""
+def _sample_counts(calibration: SplitView, test: SplitView, defaults: DataDefaults, task: str) -> dict[str, int]:
+    """Return how many samples of a split there are, where that is fewer than the default number.
+
+    If all splits share one source, most samples are used for measurements.
+    """
     is_one = calibration.origin == test.origin
-    drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
-    num_left = len(test) - drawn * is_one
-    if drawn < 1 or num_left < 2:
+    most = len(calibration) // 4 if is_one else len(calibration)
+    num_left = len(test) - (min(defaults.n, most) if is_one else 0)
+    if most < 1 or num_left < 2:
         raise DataError(
             f"task {task}: {test.origin} holds only {len(test)} samples",
             hint="Give a few dozen; labels are optional.",
         )
-    return {"n": drawn, "n_diagnosis": min(DIAGNOSIS, num_left), "n_test": min(TEST, num_left)}
+    asked = {name: getattr(defaults, name) for name in COUNTS}
+    found = {"n": most, "n_diagnosis": num_left, "n_test": num_left}
+    return {name: count for name, count in found.items() if asked[name] != "all" and count < asked[name]}
 
 
 def _answer_scoring_settings(view: SplitView, loader: str) -> dict[str, Any]:
     """Return how to score answers: as classes if there are few distinct ones, else by perplexity."""
-    answers = [view.read(position).target for position in range(min(len(view), 10 * TEST))]
+    answers = [view.read(position).target for position in range(min(len(view), _READ_ANSWERS))]
     if not all(answers):
         return {}
     if len({*answers}) <= min(MAX_CLASSES, len(answers) // 2):

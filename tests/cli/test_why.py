@@ -14,7 +14,7 @@ import yaml
 from driftlens.config.spec import load_spec, parse_recipe
 from driftlens.data.rows import infer_data_entry
 from driftlens.demo import PROBES
-from driftlens.pipelines.quickstart import draft_spec, models_by_role
+from driftlens.pipelines.quickstart import COUNTS, draft_spec, models_by_role
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import SpecError
 from tests.cli.conftest import Cli
@@ -124,6 +124,19 @@ def llamas(tmp_path: Path) -> Path:
     for seed, name in enumerate(("base", "one", "two", "merged")):
         saved(CONFIGS["Llama, untied"], tmp_path / name, seed)
     return tmp_path
+
+
+def test_counts_of_samples_may_be_changed_and_fewer_samples_lower_them(llamas: Path, tmp_path: Path) -> None:
+    lines = texts(tmp_path / "many.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:12]))
+    data = [f"one={tmp_path / 'few.jsonl'}", f"two={tmp_path / 'many.jsonl'}"]
+    asked = ["data.defaults.n_diagnosis=5", "data.defaults.n_test=20"]
+    models = models_by_role([str(llamas / name) for name in ("base", "one", "two", "merged")])
+    spec = draft_spec(models, data, asked).spec
+    assert (spec.data.defaults.n_diagnosis, spec.data.defaults.n_test) == (5, 20)
+    # A quarter of the 12 and 64 rows is for calibration.
+    counts = {task: [entry.model_dump()[key] for key in COUNTS] for task, entry in spec.data.tasks.items()}
+    assert counts == {"one": [3, None, 9], "two": [16, None, None]}
 
 
 def written(folder: Path, **more: Any) -> str:

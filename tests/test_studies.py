@@ -62,9 +62,8 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     kept = tmp_path / "kept"
     cells = {file.stem: json.loads(file.read_text()) for file in (kept / "cells").iterdir()}
     assert {*cells} == {"average-0", "average-1", "task_arithmetic-0", "tsv_m-0"}
-    assert all(
-        {*MODELS} - {*cell["models"]} == ({AUTO} if name == "average-1" else set()) for name, cell in cells.items()
-    )
+    with_auto = {f"{merge}-0" for merge in study.auto_for}
+    assert all({*MODELS} - {*cell["models"]} == (set() if key in with_auto else {AUTO}) for key, cell in cells.items())
     assert {path.name for path in kept.glob("*.png")} == {
         f"{picture}.png" for picture in ("decomposition", "contributions", "scatter-grid", "intro")
     }

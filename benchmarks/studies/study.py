@@ -71,6 +71,7 @@ class Study:
         task_data: returns a task's entry of the spec from the folder of its texts.
         score_in_library: returns the scores [texts] of a saved model on the test texts of a folder.
         tasks: names of the tasks.
+        auto_for: merges in whose first draw `--auto` chooses a repair: it takes longer than all else together.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Study:
     task_data: Callable[[pathlib.Path], dict[str, Any]]
     score_in_library: Callable[[pathlib.Path, pathlib.Path], list[float]]
     tasks: Sequence[str] = TASKS
+    auto_for: Sequence[str] = ("average",)
 
 
 def main(study: Study, words: Sequence[str] | None = None) -> None:
@@ -194,9 +196,9 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         begun = started = time.process_time()
         run = dl.analyze(given, out=place, progress="none", resume=place.is_dir())
         add_seconds(folder, "analysis", started)
-        measured = [model for model in MODELS if model != AUTO or not draw]
-        # The choice comes first, because calibrations that a run already has are candidates of it. It takes longer than
-        # all others, so that it is made for one draw of each merge.
+        has_auto = merge in study.auto_for and not draw
+        measured = [model for model in MODELS if model != AUTO or has_auto]
+        # The choice comes first, because calibrations that a run already has are candidates of it.
         for name, request in reversed(REPAIRS.items()):
             if calibrated_variant(name) not in measured:
                 continue
@@ -215,7 +217,7 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
                 (folder / f"{picture}.png").write_bytes(drawn)
         models = {model: {task: measure_model(study, run, model, task) for task in study.tasks} for model in measured}
         found = {"models": models}
-        if not draw:
+        if has_auto:
             selection = run.manifest.calibrations["auto"].selection
             titles = {entry["name"]: entry["title"] for entry in selection["compared"]}
             found["chosen"] = titles[selection["choice"]]
@@ -252,6 +254,8 @@ def results_of(
     for merge, of_merge in draws_of.items():
         for model in MODELS:
             draws = [draw for draw in of_merge if model in draw]
+            if not draws:
+                continue
             # What a gain is measured against: the average is that of the same draws.
             pairs = {
                 start: [{"from": draw[start], "to": draw[model]} for draw in draws] for start in ("base", "merged")
@@ -288,7 +292,7 @@ def results_of(
         "seconds": json.loads((folder / "seconds.json").read_text(encoding="utf-8")),
         "models": models,
         "by_task": first,
-        "chosen": {f"{merge}, draw {draw}": cell["chosen"] for (merge, draw), cell in measured.items() if not draw},
+        "chosen": {merge: cell["chosen"] for (merge, _), cell in measured.items() if "chosen" in cell},
         "verdict": json.loads((folder / "verdict.json").read_text(encoding="utf-8")),
         "checklist": (folder / "checklist.txt").read_text(encoding="utf-8"),
     }

@@ -47,7 +47,7 @@ PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
 RESULTS = "results.json"
-NUM_DIAGNOSIS = 64  # texts per task whose drift is measured
+NUM_DIAGNOSIS, FEW_DIAGNOSIS = 64, 16  # texts per task whose drift is measured: of the first cell, and of the others
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
     if not kept.exists():
         kept.parent.mkdir(exist_ok=True)
         place = folder / "runs" / f"{merge}-{draw}"
-        data = {**spec["data"], "defaults": {**spec["data"]["defaults"], "seed": draw}}
         is_first = merge == "average" and draw == 0
+        changed = {"seed": draw} if is_first else {"seed": draw, "n_diagnosis": FEW_DIAGNOSIS}
+        data = {**spec["data"], "defaults": {**spec["data"]["defaults"], **changed}}
         metrics = {**spec["metrics"], "contributions": is_first, "prefix": is_first}
         given = {**spec, "merge": MERGES[merge], "data": data, "metrics": metrics}
         begun = started = time.process_time()

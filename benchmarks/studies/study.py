@@ -190,8 +190,10 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         kept.parent.mkdir(exist_ok=True)
         place = folder / "runs" / f"{merge}-{draw}"
         is_first = merge == "average" and draw == 0
-        changed = {"seed": draw} if is_first else {"seed": draw, "n_diagnosis": FEW_DIAGNOSIS}
-        data = {**spec["data"], "defaults": {**spec["data"]["defaults"], **changed}}
+        defaults = {**spec["data"]["defaults"], "seed": draw}
+        if not is_first:
+            defaults["n_diagnosis"] = min(FEW_DIAGNOSIS, defaults["n_diagnosis"])
+        data = {**spec["data"], "defaults": defaults}
         metrics = {**spec["metrics"], "contributions": is_first, "prefix": is_first}
         given = {**spec, "merge": MERGES[merge], "data": data, "metrics": metrics}
         begun = started = time.process_time()

@@ -144,6 +144,7 @@ def study_page(study: Study, results: Results) -> str:
         "## Checks and cost",
         "",
         library_sentence(study, results),
+        *repeated_lines(results),
         "",
         f"{cost_sentence(results)} `driftlens why` on base and experts reports:",
         "",
@@ -251,6 +252,14 @@ def library_sentence(study: Study, results: Results) -> str:
         f"The merged model and residual calibration of the first draw were saved and scored again by "
         f"{study.libraries[0]} alone: {len(gaps)} scores differ by {max(gaps):.2f} points at most."
     )
+
+
+def repeated_lines(results: Results) -> Iterator[str]:
+    """Yield how far one draw, run again from the training of the experts on, differs."""
+    if gaps := results.get("repeated"):
+        same = "equal in every test text" if not gaps["score"] else f"different by {gaps['score']:.3g} at most"
+        yield f"Experts and the last draw were made again in another folder: scores are {same}, and drift differs by "
+        yield f"{gaps['drift']:.1g} at most."
 
 
 def cost_sentence(results: Results) -> str:

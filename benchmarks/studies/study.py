@@ -46,7 +46,7 @@ MODELS = ("base", "expert", "merged", *(f"calibrated:{name}" for name in REPAIRS
 PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
-RESULTS = "results.json"
+RESULTS, REPEATED = "results.json", "repeated.json"
 NUM_DIAGNOSIS, FEW_DIAGNOSIS = 64, 16  # texts per task whose drift is measured: of the first cell, and of the others
 
 
@@ -103,6 +103,9 @@ def main(study: Study, words: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=study.steps, help="of training an expert")
     parser.add_argument("--samples", type=int, default=64, help="calibration texts per task")
     parser.add_argument("--draws", type=int, default=5, help="draws of calibration texts for the first merge")
+    parser.add_argument(
+        "--repeat", type=pathlib.Path, metavar="KEPT", help="only repeat the last draw of a finished study, to compare"
+    )
     arguments = parser.parse_args(words)
     folder = arguments.folder
     packages = arguments.packages or folder
@@ -118,14 +121,20 @@ def main(study: Study, words: Sequence[str] | None = None) -> None:
         )
         add_seconds(folder, "training", started)
     spec = write_spec(study, base, experts, texts, arguments)
+    if arguments.repeat:
+        cell = ("average", arguments.draws - 1)
+        compare_cells(measure_cell(study, spec, *cell, folder), arguments.repeat, cell_name(*cell))
+        return
     checklist = folder / "checklist.txt"
     if not checklist.exists():
         write_text_atomic(checklist, check_files(base, experts))
     cells = [("average", draw) for draw in range(arguments.draws)] + [(name, 0) for name in [*MERGES][1:]]
     measured = {cell: measure_cell(study, spec, *cell, folder) for cell in cells}
     settings = {name: getattr(arguments, name) for name in ("steps", "samples", "draws")}
-    confirmed = confirm(study, texts, arguments)
-    write_json_atomic(folder / RESULTS, results_of(study, measured, folder) | {**settings, "library": confirmed})
+    found = {**settings, "library": confirm(study, texts, arguments)}
+    if (folder / REPEATED).exists():
+        found["repeated"] = json.loads((folder / REPEATED).read_text(encoding="utf-8"))
+    write_json_atomic(folder / RESULTS, results_of(study, measured, folder) | found)
     print(f"`python -m benchmarks.studies.pages {folder}` writes the page of {folder / RESULTS}")
 
 
@@ -139,6 +148,26 @@ def make_once(out: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathli
         unfinished.rename(out)
         print(f"made {out.name}", flush=True)
     return out
+
+
+def cell_name(merge: str, draw: int) -> str:
+    """Return the name of the files of a merge and draw."""
+    return f"{merge}-{draw}"
+
+
+def compare_cells(repeated: Mapping[str, Any], kept: pathlib.Path, name: str) -> None:
+    """Write to `kept` the largest difference between the scores and drifts of a cell and those measured again."""
+    first = json.loads((kept / "cells" / f"{name}.json").read_text(encoding="utf-8"))["models"]
+    gaps = {
+        measure: max(
+            float(np.max(np.abs(np.subtract(first[model][task][measure], repeated["models"][model][task][measure]))))
+            for model in first
+            for task in first[model]
+        )
+        for measure in ("score", "second", "drift")
+    }
+    write_json_atomic(kept / REPEATED, gaps)
+    print(f"largest differences of {name}: {gaps}; run the study once more to write them to {kept / RESULTS}")
 
 
 def add_seconds(folder: pathlib.Path, step: str, started: float) -> None:
@@ -185,10 +214,10 @@ def check_files(base: pathlib.Path, experts: Mapping[str, pathlib.Path]) -> str:
 
 def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, folder: pathlib.Path) -> dict[str, Any]:
     """Return scores and drift of all models for one merge and one draw; the run itself is kept for the first."""
-    kept = folder / "cells" / f"{merge}-{draw}.json"
+    kept = folder / "cells" / f"{cell_name(merge, draw)}.json"
     if not kept.exists():
         kept.parent.mkdir(exist_ok=True)
-        place = folder / "runs" / f"{merge}-{draw}"
+        place = folder / "runs" / cell_name(merge, draw)
         is_first = merge == "average" and draw == 0
         defaults = {**spec["data"]["defaults"], "seed": draw}
         if not is_first:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 # Samples per task at most: enough for an interval, few enough for a minute with two experts of 270M parameters.
 COUNTS = {"n": 32, "n_diagnosis": 16, "n_test": 64}
-# Samples per batch: small, because the first one is repeated in the models' own library.
+# Samples per batch: small, as larger ones were slower in models of 100 to 270M parameters.
 BATCH = 8
 # Samples per task whose drift is attributed to layers, and nodes of each integral.
 TRACED, NODES = 4, 2

@@ -43,14 +43,15 @@ def nearest_is_right(model: pathlib.Path, folder: pathlib.Path) -> list[float]:
 embedding_study = functools.partial(
     Study,
     experts="Each expert is a fine-tune of all weights by a supervised contrastive loss, {steps} steps of 16 pairs of "
-    "texts. A test text is right if the passage nearest to it is of its class (accuracy@1); nDCG@10 rates the first "
-    "ten passages.",
+    "texts. The ten passages nearest to a test text are rated by nDCG@10, which counts those of its class; the text is "
+    "right if the nearest one is of its class (accuracy@1).",
     libraries=("sentence-transformers",),
-    metric="accuracy@1",
-    second="ndcg@10",
+    metric="ndcg@10",
+    second="accuracy@1",
     write_texts=write_texts,
     train=train_embedding,
     task_data=task_data,
     score_in_library=nearest_is_right,
+    of_library="second",
 )
 """A study scored by nearest-neighbour classification and by retrieval."""

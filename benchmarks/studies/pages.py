@@ -115,9 +115,9 @@ def study_page(study: Study, results: Results) -> str:
         "with 95 % intervals over test texts; `--auto` is of the first draw. Gains are paired by text, in percentage "
         "points. Drift is the relative drift of the final feature.",
         "",
-        f"| average of experts | {metric} | {second} | against the base | against the merge | drift |",
-        "|---|---|---|---|---|---|",
-        *(score_row(study, average[model], ("base", "merged")) for model in MODELS),
+        f"| average of experts | {metric} | over the base | over the merge | {second} | over the merge | drift |",
+        "|---|---|---|---|---|---|---|",
+        *(score_row(study, average[model]) for model in MODELS),
         "",
         f"| {metric} by task | {' | '.join(TITLES[model] for model in MODELS)} |",
         f"|---{'|---' * len(MODELS)}|",
@@ -138,7 +138,7 @@ def study_page(study: Study, results: Results) -> str:
         "",
         "## Where drift starts",
         "",
-        f"The first draw of the average: {' '.join(results['verdict'])}",
+        sources_sentence(results),
         "",
         *(f"{picture(study, name)}\n" for name in PICTURES[:-1]),
         "## Checks and cost",
@@ -181,18 +181,14 @@ def measures_of(study: Study) -> tuple[str, str, Kind]:
     return METRICS[study.metric].title, METRICS[study.second].title, "share"
 
 
-def score_row(study: Study, row: Results, starts: Sequence[str]) -> str:
-    """Return a row of the first table.
-
-    Args:
-        study: the study.
-        row: a model's results.
-        starts: the models that gains are measured against.
-    """
+def score_row(study: Study, row: Results) -> str:
+    """Return the row of a model in the first table."""
+    kind = measures_of(study)[2]
     cells = [TITLES[row["model"]], format_estimate(Interval(*row["score"]), "share")]
-    cells.append(format_estimate(Interval(*row["second"]), measures_of(study)[2]))
-    cells += [gain(row, start) if row["model"] != start else "–" for start in starts]
-    cells.append(f"{row['drift']:.3f}")
+    cells += [gain(row, start) if row["model"] != start else "–" for start in ("base", "merged")]
+    cells.append(format_estimate(Interval(*row["second"]), kind))
+    change = format_estimate(Interval(*row["second against merged"]), "points" if kind == "share" else "signed")
+    cells += [change if row["model"] != "merged" else "–", f"{row['drift']:.3f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -215,9 +211,7 @@ def unclear_gains(results: Results, model: str, merge: str) -> list[str]:
     """Return what a repaired merge is not clearly better than: the 95 % interval of the gain reaches 0."""
     row = rows_of(results, merge)[model]
     starts = [start for start in STARTS if not (merge == start == "average")]
-    return [
-        f"{STARTS[start]} ({gain(row, start)} points)" for start in starts if not row[f"score against {start}"][1] > 0
-    ]
+    return [f"{STARTS[start]} {gain(row, start)}" for start in starts if not row[f"score against {start}"][1] > 0]
 
 
 def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
@@ -228,9 +222,9 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
         for merge in merges_of(results):
             for model in (model for model in CALIBRATED if model in rows_of(results, merge)):
                 if unclear := unclear_gains(results, model, merge):
-                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: than {join_names(unclear)}")
+                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: against {join_names(unclear)}")
     if lines:
-        yield from ("Not clearly better are:", "", *lines, "")
+        yield from ("These repairs are not clearly better (gains in points with 95 % intervals):", "", *lines, "")
     else:
         yield from ("All repairs of all merges are clearly better than base, merge and average.", "")
 
@@ -238,6 +232,15 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
 def picture(study: Study, name: str) -> str:
     """Return the line that shows a picture of a study."""
     return f"![{CAPTIONS[name]}](assets/studies/{study.name}-{name}.webp)"
+
+
+def sources_sentence(results: Results) -> str:
+    """Return the layers with the largest shares of the merged model's final drift."""
+    shares = [f"{name} {format_estimate(Interval(*ends), 'share')}" for name, ends in results["sources"].items()]
+    return (
+        f"The final drift of the average (first draw, mean over tasks) comes from all layers; the largest shares are "
+        f"those of {join_names(shares[:3])}, the smallest is that of {shares[-1]}."
+    )
 
 
 def chosen_text(results: Results) -> str:
@@ -302,10 +305,10 @@ def overview(stored: Mapping[str, Results]) -> str:
 def count_lines(stored: Mapping[str, Results]) -> Iterator[str]:
     """Yield a sentence on the number of studies in which repairs of the average are clearly better."""
     counts = [
-        f"{TITLES[model]} on {sum(not unclear_gains(results, model, 'average') for results in stored.values())}"
+        f"{TITLES[model]} {sum(not unclear_gains(results, model, 'average') for results in stored.values())} times"
         for model in CALIBRATED
     ]
-    yield f"Repairs of the average clearly better than base and merge, of {len(stored)} studies: {join_names(counts)}."
+    yield f"In {len(stored)} finished {'study' if len(stored) == 1 else 'studies'}, the repaired average is clearly better than base and merge with {join_names(counts)}."
 
 
 def overview_rows(name: str, results: Results) -> Iterator[str]:

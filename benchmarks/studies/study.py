@@ -25,7 +25,7 @@ from benchmarks.figures import machine
 from benchmarks.repairs import Found, measured_values, paired_change
 from benchmarks.studies.packages import TASKS, Rows, read_rows
 from driftlens.pipelines.model_selection import mean_over_samples
-from driftlens.results.verdict import verdict
+from driftlens.results.verdict import layer_drift_shares
 from driftlens.utils.files import write_json_atomic, write_text_atomic
 from driftlens.utils.intervals import mean_over_tasks
 from driftlens.utils.variants import calibrated_variant
@@ -46,7 +46,9 @@ MODELS = ("base", "expert", "merged", *(f"calibrated:{name}" for name in REPAIRS
 PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
-RESULTS, REPEATED = "results.json", "repeated.json"
+RESULTS, REPEATED, SOURCES = "results.json", "repeated.json", "sources.json"
+JACOBIAN = {"samples": 8, "nodes": 2, "max_nodes": 8, "tolerance": 1e-2}
+"""Attribution of the first cell's drift to layers: texts per task, and nodes of the integrals."""
 NUM_DIAGNOSIS, FEW_DIAGNOSIS = 64, 16  # texts per task whose drift is measured: of the first cell, and of the others
 
 
@@ -70,6 +72,7 @@ class Study:
         steps: steps of training.
         task_data: returns a task's entry of the spec from the folder of its texts.
         score_in_library: returns the scores [texts] of a saved model on the test texts of a folder.
+        of_library: which of both scores that is, `score` or `second`.
         tasks: names of the tasks.
         auto_for: merges in whose first draw `--auto` chooses a repair: it takes longer than all else together.
     """
@@ -89,6 +92,7 @@ class Study:
     steps: int
     task_data: Callable[[pathlib.Path], dict[str, Any]]
     score_in_library: Callable[[pathlib.Path, pathlib.Path], list[float]]
+    of_library: str = "score"
     tasks: Sequence[str] = TASKS
     auto_for: Sequence[str] = ("average",)
 
@@ -185,7 +189,7 @@ def write_spec(
     texts: pathlib.Path,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the run spec of a study, without merge and seed."""
+    """Return the run spec of a study, without merge, seed and metrics."""
     num_tests = min(len(read_rows(texts / task / "test.jsonl")) for task in experts)
     # All test texts: a smaller number would be another sample in every draw.
     counts = {"n": arguments.samples, "n_diagnosis": min(NUM_DIAGNOSIS, num_tests), "n_test": "all"}
@@ -199,7 +203,6 @@ def write_spec(
             "defaults": {**counts, "batch_size": 32},
             **{task: {"kind": "jsonl", **study.task_data(texts / task)} for task in experts},
         },
-        "metrics": {"jacobian": False},
     }
 
 
@@ -223,7 +226,7 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         if not is_first:
             defaults["n_diagnosis"] = min(FEW_DIAGNOSIS, defaults["n_diagnosis"])
         data = {**spec["data"], "defaults": defaults}
-        metrics = {**spec["metrics"], "contributions": is_first, "prefix": is_first}
+        metrics = {"jacobian": JACOBIAN, "prefix": False} if is_first else {"jacobian": False}
         given = {**spec, "merge": MERGES[merge], "data": data, "metrics": metrics}
         begun = started = time.process_time()
         run = dl.analyze(given, out=place, progress="none", resume=place.is_dir())
@@ -237,13 +240,14 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             started = time.process_time()
             if is_first and f"calibrated:{name}" in SAVED:
                 request = {**request, "save_weights": folder / "saved" / name, "out_dtype": "float32"}
-            run = dl.calibrate(run, name=name, **request, resume=True, attribution=is_first, progress="none")
+            shown = is_first and calibrated_variant(name) == AUTO
+            run = dl.calibrate(run, name=name, **request, resume=True, attribution=shown, progress="none")
             add_seconds(folder, name, started)
         if is_first:
             dl.merge(given, out=folder / "saved" / "merged", out_dtype="float32", progress="none")
-            # The last sentence is a command for this machine's folder.
-            said = [sentence for sentence in verdict(run).sentences if not sentence.startswith("Next: ")]
-            write_json_atomic(folder / "verdict.json", said)
+            shares = layer_drift_shares(run, "merged").items()
+            sources = {run.layer_name(layer): share.ends for layer, share in shares}
+            write_json_atomic(folder / SOURCES, sources)
             for picture in PICTURES:
                 drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
@@ -325,7 +329,7 @@ def results_of(
         "models": models,
         "by_task": first,
         "chosen": {merge: cell["chosen"] for (merge, _), cell in measured.items() if "chosen" in cell},
-        "verdict": json.loads((folder / "verdict.json").read_text(encoding="utf-8")),
+        "sources": json.loads((folder / SOURCES).read_text(encoding="utf-8")),
         "checklist": (folder / "checklist.txt").read_text(encoding="utf-8"),
     }
 
@@ -340,7 +344,10 @@ def confirm(study: Study, texts: pathlib.Path, arguments: argparse.Namespace) ->
             saved = arguments.folder / "saved" / model.removeprefix("calibrated:")
             for task in study.tasks:
                 scores = study.score_in_library(saved, texts / task)
-                found[f"{model}, {task}"] = [float(np.mean(models[model][task]["score"])), float(np.mean(scores))]
+                found[f"{model}, {task}"] = [
+                    float(np.mean(models[model][task][study.of_library])),
+                    float(np.mean(scores)),
+                ]
         write_json_atomic(kept, found)
     content: dict[str, list[float]] = json.loads(kept.read_text(encoding="utf-8"))
     return content

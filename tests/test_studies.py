@@ -110,9 +110,9 @@ def fake_results(low: float) -> dict[str, Any]:
 def test_unclear_repairs_begin_the_overview() -> None:
     clear, unclear = pages.overview({"toy": fake_results(0.01)}), pages.overview({"toy": fake_results(-0.01)})
     assert "All repairs of all merges are clearly better" in clear
-    assert "residual calibration on 1 and `--auto` on 1." in clear
-    said = "- average, residual calibration: than the merge (+2.0 (-1.0 to +3.0) points)"
-    assert said in unclear and unclear.index(said) < unclear.index("residual calibration on 0")
+    assert "residual calibration 1 times and `--auto` 1 times." in clear
+    said = "- average, residual calibration: against the merge +2.0 (-1.0 to +3.0)"
+    assert said in unclear and unclear.index(said) < unclear.index("residual calibration 0 times")
 
 
 def test_pages_are_made_from_the_stored_results() -> None:

@@ -308,7 +308,11 @@ def count_lines(stored: Mapping[str, Results]) -> Iterator[str]:
         f"{TITLES[model]} {sum(not unclear_gains(results, model, 'average') for results in stored.values())} times"
         for model in CALIBRATED
     ]
-    yield f"In {len(stored)} finished {'study' if len(stored) == 1 else 'studies'}, the repaired average is clearly better than base and merge with {join_names(counts)}."
+    studies = "study" if len(stored) == 1 else "studies"
+    yield (
+        f"In {len(stored)} finished {studies}, the repaired average is clearly better than base and merge with "
+        f"{join_names(counts)}."
+    )
 
 
 def overview_rows(name: str, results: Results) -> Iterator[str]:

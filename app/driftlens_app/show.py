@@ -36,7 +36,7 @@ from driftlens.results.verdict import headline, hide_run_path
 from driftlens.runs.run import DriftRun, resume_command
 from driftlens.runs.schema import ANALYZE
 from driftlens.runs.tables import csv_text
-from driftlens.utils.errors import DataError, DriftLensError, wrap_library_error
+from driftlens.utils.errors import DataError, DriftLensError, start_sentence, wrap_library_error
 from driftlens_app import views
 from driftlens_app.run_cache import run_cache_key
 from driftlens_reports import content
@@ -190,7 +190,7 @@ def show_error(kind: str, message: str, hint: str) -> None:
         hint: what the user can do.
     """
     first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
-    first = first if kind else first[:1].upper() + first[1:]
+    first = first if kind else start_sentence(first)
     head = ": ".join(filter(None, (f"**{escape_markdown(kind)}**" if kind else "", escape_markdown(first))))
     parts = (
         head,
@@ -217,7 +217,7 @@ def show_caption(text: str, line: int = _LINE) -> None:
 
 def show_note(text: str, icon: str = "info") -> None:
     """Show a remark in an info box with a Material symbol."""
-    st.info(f"{text[:1].upper()}{text[1:]}", icon=f":material/{icon}:")
+    st.info(start_sentence(text), icon=f":material/{icon}:")
 
 
 def select_page_part(names: Sequence[str], *, key: str) -> str:

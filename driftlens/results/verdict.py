@@ -38,7 +38,7 @@ from driftlens.results.measures import (
 from driftlens.runs.manifest import COMPARISON, MERGES
 from driftlens.runs.run import DriftRun, cache_on_run, has_live_modules, last_job_state, resume_command
 from driftlens.runs.tables import json_value
-from driftlens.utils.errors import pluralize, shorten_list
+from driftlens.utils.errors import pluralize, shorten_list, start_sentence
 from driftlens.utils.files import parse_json
 from driftlens.utils.intervals import Interval, interval_ratio, mean_over_tasks, share_interval
 from driftlens.utils.variants import (
@@ -316,7 +316,7 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
     over = "" if len(tasks) > 1 else f" on {tasks[0]}"
     counts = [f"{len(tasks)} tasks"] * (len(tasks) > 1) + [f"n = {n}"] * bool(n)
     behind = f" ({', '.join(counts)})" if counts else ""
-    yield f"{name[:1].upper()}{name[1:]}{over}{behind}: {_format_variant_values(judgement.means, kind)}."
+    yield f"{start_sentence(name)}{over}{behind}: {_format_variant_values(judgement.means, kind)}."
     calibration = calibration_name(after) or ""
     info = run.calibration_info(calibration) if after else None
     if info is not None and info.unchanged_text:
@@ -650,7 +650,7 @@ def _worse_than_base_text(judged: Verdict, gap: ModelGap, still: str) -> str:
     if num_tasks > 1:
         words += f", clearly on {len(gap.worse)} of {num_tasks} tasks"
     words += f" but better on {len(gap.better)}" if gap.better else ": don't use it"
-    return f"{still} {words}" if still else words[:1].upper() + words[1:]
+    return f"{still} {words}" if still else start_sentence(words)
 
 
 def _unrepaired_merge_headline(

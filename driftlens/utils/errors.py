@@ -181,6 +181,11 @@ def pluralize(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def start_sentence(text: str) -> str:
+    """Begin a text with a capital letter, unless its second one is a capital, as in nDCG."""
+    return text if text[1:2].isupper() else text[:1].upper() + text[1:]
+
+
 def join_names(names: Iterable[str]) -> str:
     """Join names as in "lam, rho and alpha"."""
     *others, last = [*names] or [""]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from driftlens.utils.errors import start_sentence
 from driftlens.utils.registry import ANY, Range
 
 Part = Literal["base", "expert", "merged", "calibrated", "baseline"]
@@ -225,7 +226,7 @@ def describe_metrics(metrics: Iterable[Metric]) -> list[str]:
     names: dict[str, dict[str, None]] = {}
     for metric in metrics:
         name = metric.title.partition(",")[0] if metric.is_external else metric.title
-        name = f"{name[:1].upper()}{name[1:]}" if metric.description else name
+        name = start_sentence(name) if metric.description else name
         names.setdefault(metric.full_description, {})[name] = None
     return [f"{', '.join(named)}: {text}" for text, named in names.items()]
 

@@ -47,7 +47,7 @@ from driftlens.results.verdict import (
 )
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, TableDifference, VerifyResult
-from driftlens.utils.errors import join_names, pluralize
+from driftlens.utils.errors import join_names, pluralize, start_sentence
 from driftlens.utils.intervals import interval_p_value
 from driftlens.utils.variants import ACCURACY, METRICS, display_name, metric_by_name
 from driftlens_reports import facts
@@ -220,7 +220,7 @@ def run_comparison_text(
         mean = _mean_score_change_lines(rows) if len(pairs) == 1 else []
         parts.append([heads[pair], *mean, *_table_lines(comparison_table(rows))[1:], *_sample_change_sentences(rows)])
     if comparison.notes and pairs:
-        parts.append([f"{note[:1].upper()}{note[1:]}." for note in comparison.notes])
+        parts.append([f"{start_sentence(note)}." for note in comparison.notes])
     return "\n\n".join("\n".join(strip_control_chars(line) for line in part) for part in parts if part)
 
 

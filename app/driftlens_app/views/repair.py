@@ -24,7 +24,7 @@ from driftlens.runs.manifest import (
 )
 from driftlens.runs.run import DriftRun, has_live_modules, unfinished_phases
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.errors import RunLockedError, join_names, shorten_list
+from driftlens.utils.errors import RunLockedError, join_names, shorten_list, start_sentence
 from driftlens.utils.variants import calibrated_variant
 from driftlens_app import calibration
 from driftlens_app.job_panel import (
@@ -233,7 +233,7 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
         solved = run.calibration(name)
         show_data_expander(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
     for notice in run.manifest.calibrations[name].notices:
-        show_caption(f"{notice[:1].upper()}{notice[1:]}", 90)
+        show_caption(start_sentence(notice), 90)
 
 
 def _show_setting_sweeps(run: DriftRun, *, blocked: bool) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 from driftlens.results.formatting import format_number
 from driftlens.results.verdict import shown_repair
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import RunError, pluralize
+from driftlens.utils.errors import RunError, pluralize, start_sentence
 from driftlens.utils.variants import calibration_name
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -116,7 +116,7 @@ def _draw_drift_parts(run: DriftRun, options: ChartOptions) -> Drawn:
         alt=f"Relative drift by layer as the sum of mismatch and propagation, {over}. At the last layer: {parts}.",
         data=pd.concat([rows[[*keys, *columns]], by_task[[*keys, *columns]]], ignore_index=True),
         notes=(
-            f"{over[:1].upper()}{over[1:]}; m and p are projected on e, so that they add up to it.",
+            f"{start_sentence(over)}; m and p are projected on e, so that they add up to it.",
             *words.layer_sample_notes(run, by_task),
         ),
     )

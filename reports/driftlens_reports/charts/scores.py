@@ -16,7 +16,7 @@ from driftlens.results.measures import main_metrics
 from driftlens.results.sweep_results import mean_over_seeds
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.errors import pluralize
+from driftlens.utils.errors import pluralize, start_sentence
 from driftlens.utils.intervals import Interval, mean_over_tasks
 from driftlens.utils.variants import (
     ACCURACY,
@@ -156,8 +156,7 @@ def _draw_scores(run: DriftRun, options: ChartOptions) -> Drawn:
     title = f"{quantity} ({'%' if is_wilson else 'times 100'})"
     return Drawn(
         _draw_by_task(run, rows, column, title, interval=interval, as_bars=True, dark=options.dark),
-        alt=f"{quantity[:1].upper()}{quantity[1:]} over {pluralize(len(tasks), 'task')}: "
-        f"{_mean_over_tasks_text(rows, column)}.",
+        alt=f"{start_sentence(quantity)} over {pluralize(len(tasks), 'task')}: {_mean_over_tasks_text(rows, column)}.",
         data=rows,
         notes=(
             f"{words.count_range_with_noun(rows['n'], 'test sample')} per task.",

@@ -238,8 +238,8 @@ def sources_sentence(results: Results) -> str:
     """Return the layers with the largest shares of the merged model's final drift."""
     shares = [f"{name} {format_estimate(Interval(*ends), 'share')}" for name, ends in results["sources"].items()]
     return (
-        f"The final drift of the average (first draw, mean over tasks) comes from all layers; the largest shares are "
-        f"those of {join_names(shares[:3])}, the smallest is that of {shares[-1]}."
+        "In the first draw, the largest shares of the average's final drift (means over tasks) are those of "
+        f"{join_names(shares[:3])}."
     )
 
 

@@ -23,7 +23,7 @@ from driftlens.results.measures import main_metrics, variant_score
 from driftlens.results.projection import project, stratified_subset
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
-from driftlens.utils.errors import DataError, NumericsError
+from driftlens.utils.errors import DataError, NumericsError, start_sentence
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.charts.words import (
     count_range,
@@ -467,16 +467,21 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
         axes.set_title(f"({letter}) {shorten_middle(variant_title(variant), 28)}")
     entries = {
         "carried by Jacobians": Patch(facecolor="#777777"),
-        "swapping prefixes (light)": Patch(facecolor="#777777", alpha=_LIGHT),
         "remainder": Patch(facecolor="#222222"),
     }
-    add_legend(plate.figure, entries)
     shown = run.layers(task)
-    has_intervals = shown.loc[shown["variant"].isin(variants), "final_share_low"].notna().any()
+    measured = shown[shown["variant"].isin(variants)]
+    text = "propagated by path-averaged Jacobians; they sum to 100 % with the remainder R."
+    if measured["prefix_share"].notna().any():
+        entries["swapping prefixes (light)"] = Patch(facecolor="#777777", alpha=_LIGHT)
+        text = f"Dark: {text} Light: by swapping model prefixes; they sum to 100 %."
+    else:
+        text = start_sentence(text)
+    add_legend(plate.figure, entries)
+    has_intervals = measured["final_share_low"].notna().any()
     return plate.finish(
         lead,
-        f"Task: {task_title(task)}. Dark: propagated by path-averaged Jacobians; they sum to 100 % with the remainder "
-        "R. Light: by swapping model prefixes; they sum to 100 %.",
+        f"Task: {task_title(task)}. {text}",
         "Whiskers: 95 % bootstrap intervals over the samples with Jacobians." if has_intervals else "",
         sample_count_sentence(shown),
         _jacobian_samples_sentence(shown),
@@ -487,8 +492,9 @@ def _draw_share_bars(plate: PaperFigure, axes: Axes, run: DriftRun, panel: str, 
     rows = run.layers(task, variant).sort_values("layer")
     layers, colour = rows["layer"].to_numpy(), variant_colour(run.roles, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
-    axes.bar(layers - 0.2, np.nan_to_num(carried), 0.38, color=colour)
-    axes.bar(layers + 0.2, np.nan_to_num(swapped), 0.38, color=colour, alpha=_LIGHT)
+    beside = 0.2 if np.isfinite(swapped).any() else 0.0
+    axes.bar(layers - beside, np.nan_to_num(carried), 0.38, color=colour)
+    axes.bar(layers + beside, np.nan_to_num(swapped), 0.38, color=colour, alpha=_LIGHT)
     remainder = rows["remainder_share"].dropna().astype(float)
     # The remainder has a bar after the last layer.
     place = int(layers.max()) + 1
@@ -496,7 +502,7 @@ def _draw_share_bars(plate: PaperFigure, axes: Axes, run: DriftRun, panel: str, 
         axes.bar([place], [value], 0.38, color="#222222")
         plate.record(panel, run, {"remainder_share": value}, task=task, variant=variant, layer=place - 1)
     low, high = (rows[f"final_share_{end}"].astype(float) for end in ("low", "high"))
-    axes.vlines(layers - 0.2, low, high, color="#222222", linewidth=rcParams["axes.linewidth"])
+    axes.vlines(layers - beside, low, high, color="#222222", linewidth=rcParams["axes.linewidth"])
     shares = rows[["final_share", "final_share_low", "final_share_high", "prefix_share"]]
     plate.record(panel, run, shares, task=task, variant=variant, layer=layers)
     draw_guide_line(axes, 0)

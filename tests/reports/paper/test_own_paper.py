@@ -196,6 +196,18 @@ def test_shares_have_whiskers_at_the_ends_of_their_intervals(run: DriftRun) -> N
     assert "Whiskers" not in drawn("contributions", run, task="mnist").text
 
 
+def test_shares_by_prefixes_that_were_not_measured_are_neither_drawn_nor_named(run: DriftRun) -> None:
+    copy, rows = open_run(run.path), run.layers()
+    copy._frames["layers"] = rows.assign(prefix_share=np.nan)
+    shown = drawn("contributions", copy, task="mnist")
+    assert shown.figure is not None and "prefixes" not in shown.text
+    assert not any("prefixes" in text.get_text() for legend in shown.figure.legends for text in legend.get_texts())
+    # Bars of the other shares stand on their layers.
+    places = [bar.get_x() + bar.get_width() / 2 for bar in bars(shown.figure.axes[0])]
+    assert {*rows["layer"]} <= {round(place, 6) for place in places}
+    assert "by swapping model prefixes" in drawn("contributions", run, task="mnist").text
+
+
 def test_amplification_has_whiskers_at_the_ends_of_its_intervals(run: DriftRun) -> None:
     shown = drawn("amplification", with_ends(run), task="mnist")
     rows = run.layers("mnist", "merged")

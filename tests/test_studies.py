@@ -99,20 +99,23 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     assert f"(study-{name}.md)" in (tmp_path / "studies.md").read_text()
 
 
-def fake_results(low: float) -> dict[str, Any]:
-    """Results of a study in which residual calibration gains 2 points over the average, from `low` on."""
+def fake_results(low: float, worse: float = 0.01) -> dict[str, Any]:
+    """Results of a study: residual calibration gains from `low` on, FeatCal's change on a task is up to `worse`."""
     row = {"score": [0.5, 0.4, 0.6], **{f"score against {start}": [0.02, 0.01, 0.03] for start in pages.STARTS}}
     models = [{**row, "model": model, "merge": "average"} for model in MODELS]
     models[-2]["score against merged"] = [0.02, low, 0.03]
-    return {"title": "Toy: four experts", "models": models}
+    changes = {"calibrated:featcal": {"film": [0.02, 0.01, 0.03], "topic": [-0.03, -0.04, worse]}}
+    return {"title": "Toy: four experts", "models": models, "changes": changes}
 
 
 def test_unclear_repairs_begin_the_overview() -> None:
     clear, unclear = pages.overview({"toy": fake_results(0.01)}), pages.overview({"toy": fake_results(-0.01)})
     assert "All repairs of all merges are clearly better" in clear
-    assert "residual calibration 1 times and `--auto` 1 times." in clear
+    assert "residual calibration 1 and `--auto` 1." in clear
+    worse = pages.overview({"toy": fake_results(0.01, -0.01)})
+    assert "- average, FeatCal: worse than the merge on `topic` -3.0 (-4.0 to -1.0)\n" in worse
     said = "- average, residual calibration: against the merge +2.0 (-1.0 to +3.0)"
-    assert said in unclear and unclear.index(said) < unclear.index("residual calibration 0 times")
+    assert said in unclear and unclear.index(said) < unclear.index("residual calibration 0")
 
 
 def test_pages_are_made_from_the_stored_results() -> None:

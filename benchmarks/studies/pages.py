@@ -223,10 +223,26 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
             for model in (model for model in CALIBRATED if model in rows_of(results, merge)):
                 if unclear := unclear_gains(results, model, merge):
                     lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: against {join_names(unclear)}")
+            for model in CALIBRATED:
+                if merge == "average" and (worse := worse_tasks(results, model)):
+                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: worse than the merge on {worse}")
     if lines:
-        yield from ("These repairs are not clearly better (gains in points with 95 % intervals):", "", *lines, "")
+        yield from (
+            "Repairs that are not clearly better, or clearly worse on a task (points with 95 % intervals):",
+            "",
+            *lines,
+            "",
+        )
     else:
         yield from ("All repairs of all merges are clearly better than base, merge and average.", "")
+
+
+def worse_tasks(results: Results, model: str) -> str:
+    """Return the tasks on which a repaired average is clearly worse than the average, with the change."""
+    changes = results["changes"].get(model, {})
+    return join_names(
+        f"`{task}` {format_estimate(Interval(*ends), 'points')}" for task, ends in changes.items() if ends[2] < 0
+    )
 
 
 def picture(study: Study, name: str) -> str:
@@ -305,12 +321,11 @@ def overview(stored: Mapping[str, Results]) -> str:
 def count_lines(stored: Mapping[str, Results]) -> Iterator[str]:
     """Yield a sentence on the number of studies in which repairs of the average are clearly better."""
     counts = [
-        f"{TITLES[model]} {sum(not unclear_gains(results, model, 'average') for results in stored.values())} times"
+        f"{TITLES[model]} {sum(not unclear_gains(results, model, 'average') for results in stored.values())}"
         for model in CALIBRATED
     ]
-    studies = "study" if len(stored) == 1 else "studies"
     yield (
-        f"In {len(stored)} finished {studies}, the repaired average is clearly better than base and merge with "
+        f"Studies in which the repaired average is clearly better than base and merge, of {len(stored)}: "
         f"{join_names(counts)}."
     )
 

@@ -317,6 +317,16 @@ def results_of(
         }
         for task in study.tasks
     }
+    changes = {
+        model: {
+            task: paired_change(
+                [{key: {task: of[task]} for key, of in draw.items()} for draw in draws], "merged", model, "score"
+            ).ends
+            for task in study.tasks
+        }
+        for model in MODELS
+        if (draws := [draw for draw in draws_of["average"] if model in draw])
+    }
     run = dl.open_run(folder / "runs" / "average-0")
     return {
         "name": study.name,
@@ -328,6 +338,7 @@ def results_of(
         "seconds": json.loads((folder / "seconds.json").read_text(encoding="utf-8")),
         "models": models,
         "by_task": first,
+        "changes": changes,
         "chosen": {merge: cell["chosen"] for (merge, _), cell in measured.items() if "chosen" in cell},
         "sources": json.loads((folder / SOURCES).read_text(encoding="utf-8")),
         "checklist": (folder / "checklist.txt").read_text(encoding="utf-8"),

@@ -306,9 +306,11 @@ class BackwardSweep:
         `covectors` at the final feature, by start of the batch and variant, are stacked along a new first axis.
         """
         covectors, first_start = dict(covectors), next(iter(self.batches))
+        # A layer needs about as many nodes as the one after it. Twice as many square the error, roughly.
+        nodes, is_precise, enough = self.settings.nodes, False, self.settings.tolerance**2
         for layer in reversed(self.pool.chain.layers):
             maps = {name: self.pool.layer_map(name, layer, self.task) for name in self.variants}
-            nodes = self.settings.nodes
+            nodes, is_precise = max(self.settings.nodes, nodes // 2) if is_precise else nodes, True
             for start, batch in self.batches.items():
                 for variant in self.variants:
                     step = self._backward_step(layer, variant, batch, maps[variant], covectors[start, variant])
@@ -321,6 +323,7 @@ class BackwardSweep:
                         sensitivity, pulled = step.sensitivity_and_pullback(self.settings, nodes)
                         self.sensitivities[variant, layer.index] = sensitivity
                         nodes = sensitivity.nodes
+                        is_precise &= not sensitivity.error.sum() > enough * sensitivity.size.sum()
                     else:
                         pulled = step.operator(nodes).products({}, step.covectors)[1]
                     covectors[start, variant] = pulled

@@ -52,7 +52,8 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
         sentences(base, 0, family=family, pooling=pooling)
     texts = write_toy_texts(tmp_path / "texts", tuple(study.tasks))
     words = [*("--folder", str(tmp_path / "kept")), *("--base", str(base)), *("--texts", str(texts))]
-    words += [*("--steps", "2"), *("--samples", "8"), *("--draws", "2")]
+    draws = 2 if name in ("minilm", "smollm") else 1  # one of each kind suffices: their steps are the same
+    words += [*("--steps", "2"), *("--samples", "8"), *("--draws", str(draws))]
     scores_by_library = study.metric == "exact_match" or importlib.util.find_spec("sentence_transformers")
     if scores_by_library:
         main(study, words)
@@ -61,7 +62,7 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
             main(study, words)
     kept = tmp_path / "kept"
     cells = {file.stem: json.loads(file.read_text()) for file in (kept / "cells").iterdir()}
-    assert {*cells} == {"average-0", "average-1", "task_arithmetic-0", "tsv_m-0"}
+    assert {*cells} == {*(f"average-{draw}" for draw in range(draws)), "task_arithmetic-0", "tsv_m-0"}
     with_auto = {f"{merge}-0" for merge in study.auto_for}
     assert all({*MODELS} - {*cell["models"]} == (set() if key in with_auto else {AUTO}) for key, cell in cells.items())
     assert {path.name for path in kept.glob("*.png")} == {
@@ -89,8 +90,8 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     monkeypatch.setattr(pages, "DOCS", tmp_path)
     pages.main([str(kept)])
     page = (tmp_path / f"study-{name}.md").read_text()
-    for title, model, draws in (("`--auto`", AUTO, (0,)), ("residual calibration", "calibrated:residual", (0, 1))):
-        scores = [cells[f"average-{draw}"]["models"][model] for draw in draws]
+    for title, model, of in (("`--auto`", AUTO, (0,)), ("residual calibration", "calibrated:residual", range(draws))):
+        scores = [cells[f"average-{draw}"]["models"][model] for draw in of]
         means = [sum(draw[task]["score"]) / len(draw[task]["score"]) for draw in scores for task in study.tasks]
         assert f"| {title} | {format_percent(sum(means) / len(means))} (" in page
     for place in re.findall(r"\]\((assets/[^)]+)\)", page):

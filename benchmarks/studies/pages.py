@@ -276,9 +276,11 @@ def library_sentence(study: Study, results: Results) -> str:
 def repeated_lines(results: Results) -> Iterator[str]:
     """Yield how far one draw, run again from the training of the experts on, differs."""
     if gaps := results.get("repeated"):
-        same = "equal in every test text" if not gaps["score"] else f"different by {gaps['score']:.3g} at most"
-        yield f"Experts and the last draw were made again in another folder: scores are {same}, and drift differs by "
-        yield f"{gaps['drift']:.1g} at most."
+        parts = [
+            f"{name} {f'differ by {gap:.1g} at most' if gap else 'are equal'}"
+            for name, gap in (("scores of all texts", gaps["score"]), ("drifts", gaps["drift"]))
+        ]
+        yield f"Experts and the last draw were made again in another folder: {join_names(parts)}."
 
 
 def cost_sentence(results: Results) -> str:

@@ -169,6 +169,12 @@ def rows_of(results: Results, merge: str) -> dict[str, Results]:
     return {row["model"]: row for row in results["models"] if row["merge"] == merge}
 
 
+def repairs_of(results: Results, merge: str) -> list[str]:
+    """Return the repaired models that were measured for a merge."""
+    rows = rows_of(results, merge)
+    return [model for model in CALIBRATED if model in rows]
+
+
 def merges_of(results: Results) -> list[str]:
     """Return the merges of a study, the average first."""
     return list(dict.fromkeys(row["merge"] for row in results["models"]))
@@ -201,7 +207,7 @@ def other_rows(results: Results) -> Iterator[str]:
     """Yield the rows of the second table."""
     for merge in merges_of(results)[1:]:
         rows = rows_of(results, merge)
-        for model in ("merged", *(model for model in CALIBRATED if model in rows)):
+        for model in ("merged", *repairs_of(results, merge)):
             gains = [gain(rows[model], start) if model != start else "–" for start in STARTS]
             score = format_estimate(Interval(*rows[model]["score"]), "share")
             yield f"| {' | '.join([TITLES[merge], TITLES[model], score, *gains])} |"
@@ -220,7 +226,7 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
     for results in studies:
         name = f"{results['title'].partition(':')[0]}, " if len(studies) > 1 else ""
         for merge in merges_of(results):
-            for model in (model for model in CALIBRATED if model in rows_of(results, merge)):
+            for model in repairs_of(results, merge):
                 if unclear := unclear_gains(results, model, merge):
                     lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: against {join_names(unclear)}")
             for model in CALIBRATED:
@@ -338,7 +344,7 @@ def overview_rows(name: str, results: Results) -> Iterator[str]:
         cells = []
         rows = rows_of(results, merge)
         for model in MODELS:
-            is_clear = model in rows and model in CALIBRATED and not unclear_gains(results, model, merge)
+            is_clear = model in repairs_of(results, merge) and not unclear_gains(results, model, merge)
             shown = format_percent(rows[model]["score"][0]) if model in rows else "–"
             cells.append(f"**{shown}**" if is_clear else shown)
         study = f"[{results['title'].partition(':')[0]}](study-{name}.md)"

@@ -235,13 +235,14 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         measured = [model for model in MODELS if model != AUTO or has_auto]
         # The choice comes first, because calibrations that a run already has are candidates of it.
         for name, request in reversed(REPAIRS.items()):
-            if calibrated_variant(name) not in measured:
+            variant = calibrated_variant(name)
+            if variant not in measured:
                 continue
             started = time.process_time()
-            if is_first and f"calibrated:{name}" in SAVED:
+            if is_first and variant in SAVED:
                 request = {**request, "save_weights": folder / "saved" / name, "out_dtype": "float32"}
-            shown = is_first and calibrated_variant(name) == AUTO
-            run = dl.calibrate(run, name=name, **request, resume=True, attribution=shown, progress="none")
+            attributes = is_first and variant == AUTO
+            run = dl.calibrate(run, name=name, **request, resume=True, attribution=attributes, progress="none")
             add_seconds(folder, name, started)
         if is_first:
             dl.merge(given, out=folder / "saved" / "merged", out_dtype="float32", progress="none")

@@ -310,7 +310,9 @@ class BackwardSweep:
         nodes, is_precise, enough = self.settings.nodes, False, self.settings.tolerance**2
         for layer in reversed(self.pool.chain.layers):
             maps = {name: self.pool.layer_map(name, layer, self.task) for name in self.variants}
-            nodes, is_precise = max(self.settings.nodes, nodes // 2) if is_precise else nodes, True
+            if is_precise:
+                nodes = max(self.settings.nodes, nodes // 2)
+            is_precise = True
             for start, batch in self.batches.items():
                 for variant in self.variants:
                     step = self._backward_step(layer, variant, batch, maps[variant], covectors[start, variant])

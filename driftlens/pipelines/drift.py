@@ -222,7 +222,7 @@ def _measure_table_columns(study: Study, table: str, seen: DiagnosticInput) -> d
 
 
 def precision_error(study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]) -> float:
-    """Return the largest relative error of the drift of the first samples, against a float64 pass.
+    """Return the largest relative error of the first variant's drift on the first samples, against a float64 pass.
 
     Args:
         study: the opened models and samples.

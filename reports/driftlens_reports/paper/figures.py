@@ -465,10 +465,7 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     for letter, axes, variant in zip("abcdefgh", panels, variants, strict=False):
         _draw_share_bars(plate, axes, run, letter, task, variant)
         axes.set_title(f"({letter}) {shorten_middle(variant_title(variant), 28)}")
-    entries = {
-        "carried by Jacobians": Patch(facecolor="#777777"),
-        "remainder": Patch(facecolor="#222222"),
-    }
+    entries = {"carried by Jacobians": Patch(facecolor="#777777")}
     shown = run.layers(task)
     measured = shown[shown["variant"].isin(variants)]
     text = "propagated by path-averaged Jacobians; they sum to 100 % with the remainder R."
@@ -477,7 +474,7 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
         text = f"Dark: {text} Light: by swapping model prefixes; they sum to 100 %."
     else:
         text = start_sentence(text)
-    add_legend(plate.figure, entries)
+    add_legend(plate.figure, entries | {"remainder": Patch(facecolor="#222222")})
     has_intervals = measured["final_share_low"].notna().any()
     return plate.finish(
         lead,

@@ -496,20 +496,27 @@ def _token_log_likelihoods(scores: Tensor, tokens: Sequence[Sequence[int]], *, a
 def _decoder_likelihoods(
     module: Any, reader: TextProcessor, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the token log-likelihoods of answers of a decoder, from left-padded rows of question and answer."""
+    """Yield the token log-likelihoods of answers of a decoder, from left-padded rows of question and answer.
+
+    No prediction follows an answer's last token, so it is not read, and answers that differ in it alone, such as
+    "yes" and "no", share one pass.
+    """
     takes = inspect.signature(module.forward).parameters
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     spare = max(len(tokens) for column in every for tokens in column)
+    before: Sequence[Sequence[int]] = ()
     for tokens in every:
-        batch, num_kept = reader._left_padded_batch(questions, tokens, spare=spare), max(map(len, tokens)) + 1
-        # Scores of all tokens [n, t, vocabulary] may not fit into memory, but not every model can return a part.
-        inputs: dict[str, Any] = {"logits_to_keep": num_kept}
-        # Models with positions in images compute them from `mm_token_type_ids`; others need those without padding.
-        if "mm_token_type_ids" not in batch:
-            inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
-        inputs = batch | {name: value for name, value in inputs.items() if name in takes}
-        scores = module(**move_to_module(module, inputs), use_cache=False).logits
-        yield _token_log_likelihoods(scores[:, -num_kept:-1], tokens, at_end=True)
+        read, num_kept = [row[:-1] for row in tokens], max(1, *map(len, tokens))
+        if read != before:
+            batch = reader._left_padded_batch(questions, read, spare=spare)
+            # Scores of all tokens [n, t, vocabulary] may not fit into memory, but not every model can return a part.
+            inputs: dict[str, Any] = {"logits_to_keep": num_kept}
+            # Models with positions in images compute them from `mm_token_type_ids`; others need those without padding.
+            if "mm_token_type_ids" not in batch:
+                inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
+            inputs = batch | {name: value for name, value in inputs.items() if name in takes}
+            before, scores = read, module(**move_to_module(module, inputs), use_cache=False).logits[:, -num_kept:]
+        yield _token_log_likelihoods(scores, tokens, at_end=True)
 
 
 def _encoder_decoder_likelihoods(

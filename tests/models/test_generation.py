@@ -98,3 +98,15 @@ def test_sums_are_those_taken_token_by_token_in_any_batch(form: str) -> None:
             assert sums[at, place].item() == pytest.approx(total, abs=1e-9) and counts[at, place] == count
     own = log_likelihoods(model, reader, QUESTIONS, [[answer] for answer in ANSWERS])[0][:, 0]
     assert torch.allclose(own, sums.diagonal(), rtol=0, atol=1e-9)  # answers of different lengths in one batch
+
+
+def test_answers_that_differ_in_their_last_token_share_one_pass() -> None:
+    model, reader = made("decoder")
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    words = [" red", " blue", " no red", " no blue"]
+    sums, _ = log_likelihoods(model, reader, QUESTIONS, [words] * len(QUESTIONS))
+    assert len(passes) == 2
+    for place, word in enumerate(words):
+        alone, _ = log_likelihoods(model, reader, QUESTIONS, [[word]] * len(QUESTIONS))
+        assert torch.allclose(sums[:, place], alone[:, 0], rtol=0, atol=1e-9)

@@ -286,6 +286,13 @@ class BackwardSweep:
         if view.routes:
             self._routes[view.variant, view.start, layer] = view.routes["crossed"].fixed_copy()
 
+    def clear(self) -> None:
+        """Remove the features of all batches."""
+        for batch in self.batches.values():
+            batch.clear()
+        self.batches.clear()
+        self._routes.clear()
+
     def ends(self, batch: CachedBatch, variant: str) -> tuple[State, State]:
         """Return the final features of the expert and a variant on one batch."""
         return self._features_after(batch, variant, len(self.pool.chain.layers))

@@ -174,13 +174,14 @@ class _CachedState:
 class FeatureStore:
     """A cache of features: in memory up to a budget, beyond it in files; without a folder, all in memory.
 
-    As a context manager it removes its files at the end, and the folder if it made it. On an accelerator, states take
-    at most half of the memory that was free at first; the others are cached on the host.
+    `held` counts the bytes in memory. As a context manager it removes its files at the end, and the folder if it made
+    it. On an accelerator, states take at most half of the memory that was free at first; the others are cached on the
+    host.
     """
 
     budget: int = 0
     folder: Path | None = None
-    _held: int = field(default=0, init=False)
+    held: int = field(default=0, init=False)
     _room: int | None = field(default=None, init=False)
     _files: set[Path] = field(default_factory=set, init=False)
     _made_folder: bool = field(default=False, init=False)
@@ -199,13 +200,13 @@ class FeatureStore:
         """Store features in memory, or beyond the budget in a file called `name`."""
         devices = {key: value.device for key, value in state.items()}
         num_bytes = sum(value.nbytes for value in state.values())
-        if self.folder is not None and self._held + num_bytes > self.budget:
+        if self.folder is not None and self.held + num_bytes > self.budget:
             return _CachedState(self._write_state_file(self.folder, f"{name}.safetensors", state), devices, 0)
-        self._held += num_bytes
+        self.held += num_bytes
         if self._room is None:
             free = [device_memory(device) for device in {*devices.values()} if device.type != "cpu"]
             self._room = reduced_batch_size(min((sizes[0] // 2 for sizes in free if sizes), default=1 << 62))
-        if self._held > self._room:
+        if self.held > self._room:
             state = {key: value.cpu() for key, value in state.items()}
         return _CachedState(state, devices, num_bytes)
 
@@ -218,7 +219,7 @@ class FeatureStore:
 
     def free(self, cached: _CachedState) -> None:
         """Remove cached features from memory or disk."""
-        self._held -= cached.num_bytes
+        self.held -= cached.num_bytes
         if isinstance(cached.state, Path):
             cached.state.unlink(missing_ok=True)
             self._files.discard(cached.state)
@@ -259,6 +260,11 @@ class CachedBatch:
         """Remove a model's features from the cache."""
         if (before := self._states.pop(model, None)) is not None:
             self.store.free(before)
+
+    def clear(self) -> None:
+        """Remove the features of all models from the cache."""
+        for model in [*self._states]:
+            self.drop(model)
 
     def get(self, model: str) -> State:
         """Return a model's cached features before the layer."""

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,12 +23,13 @@ from driftlens.config.requests import AnalysisRequest
 from driftlens.config.spec import load_spec
 from driftlens.data.samples import DRAWN_BY, halve_batch_on_oom
 from driftlens.engine.pool import Attachments, attachments_from_tensors
+from driftlens.engine.walk import FeatureStore
 from driftlens.experiment.merging import save_merge, validated_merge
 from driftlens.experiment.sanity_checks import check_model_files, check_weights, estimate_task_vectors
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.experiment.study_loading import OpenModels, calibration_settings, open_study
 from driftlens.models.heads import is_vocabulary_head
-from driftlens.pipelines.drift import compute_attribution, measure_task
+from driftlens.pipelines.drift import TracedFeatures, compute_attribution, measure_task
 from driftlens.pipelines.evaluation import TaskResults, score_variants
 from driftlens.runs.manifest import (
     LONGEST_TEXT,
@@ -212,30 +213,43 @@ def measure_missing_parts(path: PathLike, context: JobContext = JobContext(), ad
 
 @dataclass(frozen=True)
 class AnalysisPhases:
-    """The phases of an analysis that measure models and write to a run; `prefix` begins their names."""
+    """The phases of an analysis that measure models and write to a run; `prefix` begins their names.
+
+    `traced` has, by task, the features that `measure_variants` keeps in `store` for `attribute_drift`.
+    """
 
     writer: RunWriter
     study: Study
     reporter: ProgressReporter
     prefix: str = ""
+    traced: dict[str, TracedFeatures] = field(default_factory=dict)
+    store: FeatureStore = field(default_factory=FeatureStore)
 
     def measure_all(self, *, attribution: bool = True, weights: bool = True) -> None:
         """Run all phases: drift and accuracy, task vectors (`weights`), drift attribution (`attribution`)."""
         study = self.study
         self._run_phase("digests", partial(self._write_model_digests, study.pool.names))
-        self.measure_variants((*study.variants, "expert"))
+        self.measure_variants((*study.variants, "expert"), attribution=attribution)
         if study.has_base and weights:
             self._run_phase("params", partial(self._compare_task_vectors, study.attributed_variants), study)
         if attribution:
             self.attribute_drift(study.attributed_variants)
 
-    def measure_variants(self, variants: Sequence[str]) -> None:
-        """Measure drift and accuracy of variants; `expert` means each task's expert."""
+    def measure_variants(self, variants: Sequence[str], *, attribution: bool = True) -> None:
+        """Measure drift and accuracy of variants; `expert` means each task's expert.
+
+        Features that the attribution of drift reads are kept meanwhile, unless no `attribution` follows.
+        """
         # The expert is measured in each pass as the reference, so it is no variant of the study.
         named = tuple(name for name in variants if name != "expert")
         study = dataclasses.replace(self.study, variants=named)
         for task in study.tasks:
+            if study.settings.jacobian is not None:
+                self.traced[task] = TracedFeatures(study, task, study.attributed_variants, self.store)
             self._run_phase(f"analyze:{task}", partial(self._write_drift_tables, study, task, variants), study)
+            # They are made in any case, as batches, and with them the last digits, depend on them.
+            if not attribution and task in self.traced:
+                self.traced.pop(task).forget()
         self.measure_scores(variants)
 
     def measure_scores(self, variants: Sequence[str]) -> None:
@@ -343,7 +357,7 @@ class AnalysisPhases:
             rows = open_run(self.writer.folder).samples(task, "base")
             layers = rows["layer"].unique()
             base = {layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in layers}
-        return measure_task(study, task, self.reporter, base)
+        return measure_task(study, task, self.reporter, base, self.traced.get(task))
 
     def _write_drift_tables(self, study: Study, task: str, variants: Sequence[str]) -> None:
         writer = self.writer
@@ -363,8 +377,14 @@ class AnalysisPhases:
                 writer.notice(f"{task}: all samples have the same final feature. Check the samples")
 
     def _write_attribution(self, task: str, variants: Sequence[str]) -> None:
-        work = partial(compute_attribution, self.study, task, variants, self.writer.folder / SCRATCH, self.reporter)
-        explanation = self.study.run_on_task_owner(task, work)
+        # Taken out, so that after an error the samples are read again, in smaller batches.
+        traced, spill = self.traced.pop(task, None), self.writer.folder / SCRATCH
+        work = partial(compute_attribution, self.study, task, variants, spill, self.reporter, traced)
+        try:
+            explanation = self.study.run_on_task_owner(task, work)
+        finally:
+            if traced is not None:
+                traced.forget()
         if explanation is None:
             return
         self._write_tables(explanation, "adjoint")

@@ -1,16 +1,17 @@
 """Drift of one task and its attribution, as rows of tables. Entry points: `measure_task`, `compute_attribution`.
 
-`measure_task` compares the first samples with the models' own forward pass and with a float64 pass.
-`compute_attribution` stores the features at every layer boundary in one
-forward pass; one backward pass serves all variants.
+`measure_task` compares the first samples with the models' own forward pass and with a float64 pass. Meanwhile
+`TracedFeatures` keeps what `compute_attribution` reads, so that it runs backward only; one backward pass serves all
+variants.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vjp
 
+from driftlens.data.samples import Batch
 from driftlens.diagnostics import attribution
 from driftlens.diagnostics.drift_columns import bootstrap_ratio_ci
 from driftlens.engine.walk import (
@@ -39,7 +41,7 @@ from driftlens.linalg.state import (
     stack_states,
     subtract_states,
 )
-from driftlens.models.chain import Pool, pool_features
+from driftlens.models.chain import Layer, Pool, pool_features
 from driftlens.models.heads import class_indices
 from driftlens.pipelines.evaluation import TaskResults
 from driftlens.utils.devices import to_device
@@ -58,9 +60,52 @@ VERIFIED_SAMPLES = 2
 BATCH = 8
 
 
+class TracedFeatures:
+    """The features of a task's first diagnosis samples at every boundary, which the attribution of drift reads."""
+
+    def __init__(self, study: Study, task: str, variants: Sequence[str], store: FeatureStore) -> None:
+        settings, samples = study.settings.jacobian, study.tasks[task].diagnosis
+        assert settings is not None
+        self.samples = dataclasses.replace(samples, ids=samples.ids[: settings.samples], batch_size=BATCH)
+        self.variants = list(variants)
+        self.is_complete = False
+        self.swaps: dict[tuple[str, int], attribution.PrefixSwaps] = {}
+        self._has_swaps = settings.prefix
+        # All tasks, also those of other processes, share a folder, so file names begin with the task's number.
+        prefix = f"{list(study.tasks).index(task)}-"
+        self.pull_back = attribution.BackwardSweep(study.pool, task, variants, settings, store, prefix)
+
+    def add(self, view: LayerView) -> None:
+        """Keep the features of a view; views of other samples and variants are ignored."""
+        if view.start >= len(self.samples) or view.variant not in self.variants:
+            return
+        self.pull_back.add(view)
+        if self._has_swaps:
+            new = attribution.PrefixSwaps(self.pull_back.batches[view.start], view.variant)
+            self.swaps.setdefault((view.variant, view.start), new).add(view)
+
+    def forget(self) -> None:
+        """Remove all features."""
+        self.is_complete = False
+        self.swaps.clear()
+        self.pull_back.clear()
+
+    def walk(self, study: Study, step: Callable[[int, str], None]) -> None:
+        """Run the samples through all layers and keep their features."""
+        pull_back, num_layers = self.pull_back, len(study.pool.chain.layers)
+        for view in walk(study.pool, pull_back.task, self.variants, self.samples.batches(), ids=self.samples.ids):
+            step(view.layer.index - 1, f"forward, layer {view.layer.index} of {num_layers}")
+            self.add(view)
+        self.is_complete = True
+
+
 @torch.no_grad()
 def measure_task(
-    study: Study, task: str, reporter: ProgressReporter, base: Mapping[int, Array] | None = None
+    study: Study,
+    task: str,
+    reporter: ProgressReporter,
+    base: Mapping[int, Array] | None = None,
+    traced: TracedFeatures | None = None,
 ) -> TaskResults:
     """Measure every diagnostic of every variant on the diagnosis samples of one task.
 
@@ -69,6 +114,7 @@ def measure_task(
         task: the task.
         reporter: receives progress.
         base: the base's drift [n] by layer if it is measured already.
+        traced: keeps the features of the first samples, if half of the feature budget holds them.
 
     Raises:
         NumericsError: the drift differs from that of the models' own library, or of float64.
@@ -78,7 +124,7 @@ def measure_task(
     budget = study.settings.feature_budget
     # The models run in their own library first, to compare the drift of every layer with.
     library = LibraryDrift(study.pool, task, study.variants, samples, budget, VERIFIED_SAMPLES)
-    recorder = _record_drift(study, task, library, reporter)
+    recorder = _record_drift(study, task, library, reporter, traced)
     diagnosis.features = recorder.features()
     # One task suffices: what lowers the precision is the same for all.
     if task == next(iter(study.tasks)):
@@ -119,7 +165,9 @@ def measure_task(
     return diagnosis
 
 
-def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: ProgressReporter) -> _DriftRecorder:
+def _record_drift(
+    study: Study, task: str, library: LibraryDrift, reporter: ProgressReporter, traced: TracedFeatures | None
+) -> _DriftRecorder:
     """Run a task's samples through all layers; check the first samples against the library's own forward."""
     samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
     meter = TaskProgress(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
@@ -127,9 +175,17 @@ def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: Prog
     # As many whole batches at a time as the feature budget holds at one layer boundary.
     models = 1 + len(study.variants)
     per_sample = sample_cache_bytes(study.pool, expert_name(task), samples.load([0]), models)
-    length = samples.num_in_budget(per_sample, study.settings.feature_budget)
+    budget = study.settings.feature_budget if traced is None else study.settings.feature_budget // 2
+    length = samples.num_in_budget(per_sample, budget)
+    if traced is not None:
+        traced.forget()
+        traced = traced if len(traced.samples) <= length else None
+    first = 0 if traced is None else len(traced.samples)
     for start in range(0, len(samples), length):
-        chunk = samples.batches(start, min(start + length, len(samples)))
+        stop = min(start + length, len(samples))
+        chunk: Iterable[Batch] = samples.batches(max(start, first), stop)
+        if traced is not None and not start:
+            chunk = itertools.chain(traced.samples.batches(), chunk)
         for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
             # All variants of a layer follow each other; one of them counts the layers.
             if view.variant == study.variants[0]:
@@ -138,6 +194,13 @@ def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: Prog
             recorder.add(view)
             if view.start == 0:
                 library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
+            if traced is not None:
+                traced.add(view)
+                if traced.pull_back.store.held > budget:
+                    traced.forget()
+                    traced = None
+    if traced is not None:
+        traced.is_complete = True
     meter.finish()
     return recorder
 
@@ -274,7 +337,12 @@ def precision_error(study: Study, task: str, features: Mapping[tuple[str, int], 
 
 @torch.no_grad()
 def compute_attribution(
-    study: Study, task: str, variants: Sequence[str], spill: Path, reporter: ProgressReporter
+    study: Study,
+    task: str,
+    variants: Sequence[str],
+    spill: Path,
+    reporter: ProgressReporter,
+    traced: TracedFeatures | None = None,
 ) -> TaskResults:
     """Attribute the final drift of variants to layers with averaged Jacobians.
 
@@ -284,33 +352,32 @@ def compute_attribution(
         variants: names in the study's pool.
         spill: folder for features beyond the feature budget.
         reporter: receives progress.
+        traced: features kept while the drift was measured; if it has none, the samples run through all layers again.
     """
-    settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, TaskResults()
+    settings, explanation = study.settings.jacobian, TaskResults()
     assert settings is not None
     if not variants:
         return explanation
-    samples = dataclasses.replace(samples, ids=samples.ids[: settings.samples], batch_size=BATCH)
-    ids, num_layers = list(samples.ids), len(study.pool.chain.layers)
-    meter = TaskProgress(reporter, "explain", dict.fromkeys(study.tasks, 2 * num_layers), task)
+    num_layers = len(study.pool.chain.layers)
     with FeatureStore(study.settings.feature_budget, spill) as store:
-        # All tasks, also those of other processes, share the spill folder, so file names begin with the task's
-        # number.
-        prefix = f"{list(study.tasks).index(task)}-"
-        pull_back = attribution.BackwardSweep(study.pool, task, variants, settings, store, prefix)
-        swaps: dict[tuple[str, int], attribution.PrefixSwaps] = {}
-        for view in walk(study.pool, task, variants, samples.batches(), ids=ids):
-            meter.step(view.layer.index - 1, f"forward, layer {view.layer.index} of {num_layers}")
-            pull_back.add(view)
-            if settings.prefix:
-                new = attribution.PrefixSwaps(pull_back.batches[view.start], view.variant)
-                swaps.setdefault((view.variant, view.start), new).add(view)
+        if traced is None or not traced.is_complete or {*traced.variants} != {*variants}:
+            num_steps = 2 * num_layers
+            traced = TracedFeatures(study, task, variants, store)
+        else:
+            num_steps = num_layers
+        meter = TaskProgress(reporter, "explain", dict.fromkeys(study.tasks, num_steps), task)
+        if not traced.is_complete:
+            traced.walk(study, meter.step)
+        ids, pull_back, swaps = list(traced.samples.ids), traced.pull_back, traced.swaps
         prefixes: dict[str, list[Tensor]] = defaultdict(list)
         for (variant, _), swap in swaps.items():
             prefixes[variant].append(swap.shares())
         # All targets of a variant are pulled back together: a layer's linearization is the costly part.
         targets = {variant: _attribution_targets(study, pull_back, variant) for variant in variants}
         try:
-            parts = _pull_back_targets(study, pull_back, targets, meter)
+            parts = _pull_back_targets(
+                pull_back, targets, lambda layer: meter.step(num_steps - layer.index, f"backward, layer {layer.index}")
+            )
         except NotDifferentiableError as error:
             # Prefix swaps need no derivative and are kept.
             parts = {}
@@ -448,10 +515,9 @@ def _margin_and_loss_targets(
 
 
 def _pull_back_targets(
-    study: Study,
     pull_back: attribution.BackwardSweep,
     targets: Mapping[str, Sequence[_AttributionTargets]],
-    meter: TaskProgress,
+    on_layer: Callable[[Layer], None],
 ) -> dict[str, NDArray[np.float64]]:
     """Pull all targets back through all layers by vector-Jacobian products; return parts by layer, [L, k, n].
 
@@ -465,7 +531,7 @@ def _pull_back_targets(
     parts: dict[str, dict[int, list[Tensor]]] = {variant: defaultdict(list) for variant in targets}
     for step in pull_back.steps(covectors):
         layer = step.layer
-        meter.step(2 * len(study.pool.chain.layers) - layer.index, f"backward, layer {layer.index}")
+        on_layer(layer)
         parts[step.variant][layer.index].append(step.parts())
     return {
         variant: np.stack([_concatenate_to_numpy(of_layers[index]) for index in sorted(of_layers)])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.pipelines.analyze import measure_missing_parts, thumbnail
 from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.drift import TracedFeatures
 from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
@@ -124,6 +126,30 @@ def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(finished: 
     assert not any("explain" in name for name in open_run(folder).manifest.phases)
 
 
+def test_samples_run_through_all_layers_once_unless_the_feature_budget_is_too_small(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[str] = []
+    walk = TracedFeatures.walk
+
+    def count(self: TracedFeatures, *arguments: Any) -> None:
+        walks.append(self.pull_back.task)
+        walk(self, *arguments)
+
+    monkeypatch.setattr(TracedFeatures, "walk", count)
+    metrics = {"jacobian": {"samples": 3}, "prefix": True}
+    kept = dl.analyze(world.spec(metrics=metrics), out=tmp_path / "kept", progress="none")
+    calibrate(kept.path, request())
+    assert not walks
+    small = world.spec(metrics=metrics, compute={"feature_budget": 4096})
+    again = dl.analyze(small, out=tmp_path / "again", progress="none")
+    calibrate(again.path, request())
+    assert walks == [*TASKS, *TASKS]
+    runs = map(open_run, (again.path, kept.path))
+    found, expected = (run.layers()[BY_ATTRIBUTION].to_numpy(dtype=float) for run in runs)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_run_without_jacobians_is_explained_with_their_defaults(light: DriftRun, tmp_path: Path) -> None:
     run = measure_missing_parts(copied(light, tmp_path / "run"))
@@ -156,6 +182,7 @@ def test_an_attribution_that_was_cancelled_goes_on(finished: DriftRun, at_once: 
 KILLED = """
 import os, sys
 from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.drift import TracedFeatures
 from driftlens.config.requests import CalibrationRequest
 calibrate(sys.argv[1], CalibrationRequest(name=sys.argv[2]), on_measured=lambda run: os._exit(9))
 """

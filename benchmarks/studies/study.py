@@ -42,7 +42,8 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "auto": {"auto": True},
 }
 AUTO = "calibrated:auto"
-MODELS = ("base", "expert", "merged", *(f"calibrated:{name}" for name in REPAIRS))
+UNREPAIRED = ("base", "expert", "merged")
+MODELS = (*UNREPAIRED, *(f"calibrated:{name}" for name in REPAIRS))
 PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
@@ -229,7 +230,11 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         metrics = {"jacobian": JACOBIAN, "prefix": False} if is_first else {"jacobian": False}
         given = {**spec, "merge": MERGES[merge], "data": data, "metrics": metrics}
         begun = started = time.process_time()
-        run = dl.analyze(given, out=place, progress="none", resume=place.is_dir())
+        # Base, experts and merge have the same scores in all draws.
+        first = folder / "cells" / f"{cell_name(merge, 0)}.json"
+        known = json.loads(first.read_text(encoding="utf-8"))["models"] if first.exists() else {}
+        asked = {"scores": not known, "weights": is_first}
+        run = dl.analyze(given, out=place, progress="none", resume=place.is_dir(), **asked)
         add_seconds(folder, "analysis", started)
         has_auto = merge in study.auto_for and not draw
         measured = [model for model in MODELS if model != AUTO or has_auto]
@@ -253,6 +258,9 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
                 drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
         models = {model: {task: measure_model(study, run, model, task) for task in study.tasks} for model in measured}
+        for model in UNREPAIRED if known else ():
+            for task, values in models[model].items():
+                values |= {measure: known[model][task][measure] for measure in ("score", "second")}
         found = {"models": models}
         if has_auto:
             selection = run.manifest.calibrations["auto"].selection

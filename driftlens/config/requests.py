@@ -352,7 +352,13 @@ class ComparisonRequest(Request, title="compare_merges"):
 
 
 class AnalysisRequest(Request, title="analyze"):
-    """The options of a drift analysis; `synthetic` marks generated data, `weights` compares task vectors."""
+    """The options of a drift analysis.
+
+    Attributes:
+        synthetic: marks generated data.
+        weights: compares task vectors.
+        scores: scores models on the test samples; `DriftRun.measure` adds scores later.
+    """
 
     out: Path | None = _option_field("Run directory; default: runs/<name>.")
     resume: Flag = _option_field("Resume an interrupted run.", False)
@@ -361,6 +367,7 @@ class AnalysisRequest(Request, title="analyze"):
     attribution: Flag = _ATTRIBUTION
     synthetic: Flag = False
     weights: Flag = True
+    scores: Flag = True
 
     @model_validator(mode="after")
     def _refuse_resume_with_force(self) -> Self:

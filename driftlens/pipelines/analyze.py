@@ -134,7 +134,7 @@ def analyze(
             _run_merge_phase(writer, resolved, study, models, reporter)
         with deterministic_algorithms(study.settings.deterministic):
             phases = AnalysisPhases(writer, study, reporter)
-            phases.measure_all(attribution=request.attribution, weights=request.weights)
+            phases.measure_all(request)
     return open_run(out)
 
 
@@ -215,7 +215,7 @@ def measure_missing_parts(path: PathLike, context: JobContext = JobContext(), ad
 class AnalysisPhases:
     """The phases of an analysis that measure models and write to a run; `prefix` begins their names.
 
-    `traced` has, by task, the features that `measure_variants` keeps in `store` for `attribute_drift`.
+    `traced` has, by task, the features that `measure_drift` keeps in `store` for `attribute_drift`.
     """
 
     writer: RunWriter
@@ -225,18 +225,20 @@ class AnalysisPhases:
     traced: dict[str, TracedFeatures] = field(default_factory=dict)
     store: FeatureStore = field(default_factory=FeatureStore)
 
-    def measure_all(self, *, attribution: bool = True, weights: bool = True) -> None:
-        """Run all phases: drift and accuracy, task vectors (`weights`), drift attribution (`attribution`)."""
+    def measure_all(self, request: AnalysisRequest) -> None:
+        """Run all phases that a request asks for: drift, scores, task vectors, drift attribution."""
         study = self.study
         self._run_phase("digests", partial(self._write_model_digests, study.pool.names))
-        self.measure_variants((*study.variants, "expert"), attribution=attribution)
-        if study.has_base and weights:
+        self.measure_drift((*study.variants, "expert"), attribution=request.attribution)
+        if request.scores:
+            self.measure_scores((*study.variants, "expert"))
+        if study.has_base and request.weights:
             self._run_phase("params", partial(self._compare_task_vectors, study.attributed_variants), study)
-        if attribution:
+        if request.attribution:
             self.attribute_drift(study.attributed_variants)
 
-    def measure_variants(self, variants: Sequence[str], *, attribution: bool = True) -> None:
-        """Measure drift and accuracy of variants; `expert` means each task's expert.
+    def measure_drift(self, variants: Sequence[str], *, attribution: bool) -> None:
+        """Measure the drift of variants; `expert` means each task's expert.
 
         Features that the attribution of drift reads are kept meanwhile, unless no `attribution` follows.
         """
@@ -250,7 +252,6 @@ class AnalysisPhases:
             # They are made in any case, as batches, and with them the last digits, depend on them.
             if not attribution and task in self.traced:
                 self.traced.pop(task).forget()
-        self.measure_scores(variants)
 
     def measure_scores(self, variants: Sequence[str]) -> None:
         """Measure the scores of variants on the test samples."""

@@ -356,7 +356,8 @@ class _CalibrationJob:
         writer.begin_variants(plan.variants)
         run_phase(writer, plan.phase, partial(self._solve_and_save, identity), study, sums=True)
         add_calibrated_models(study, self.opened.models, writer.folder, name, plan.method, plan.control)
-        self.phases.measure_variants(plan.variants, attribution=self.request.attribution)
+        self.phases.measure_drift(plan.variants, attribution=self.request.attribution)
+        self.phases.measure_scores(plan.variants)
         attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
         info = dataclasses.replace(
             self.team.run_on_main(lambda: with_saved_results(plan.manifest_entry, writer.folder, name)),

@@ -161,7 +161,7 @@ def analyze_study(
         reporter = context.reporter(writer.progress)
         record_inputs(writer, study, synthetic=False)
         with deterministic_algorithms(study.settings.deterministic):
-            AnalysisPhases(writer, study, reporter).measure_all()
+            AnalysisPhases(writer, study, reporter).measure_all(request)
     return open_run(out)
 
 

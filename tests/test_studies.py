@@ -103,10 +103,11 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
 def fake_results(low: float, worse: float = 0.01) -> dict[str, Any]:
     """Results of a study: residual calibration gains from `low` on, FeatCal's change on a task is up to `worse`."""
     row = {"score": [0.5, 0.4, 0.6], **{f"score against {start}": [0.02, 0.01, 0.03] for start in pages.STARTS}}
-    models = [{**row, "model": model, "merge": "average"} for model in MODELS]
+    models: list[dict[str, Any]] = [{**row, "model": model, "merge": "average", "by_task": {}} for model in MODELS]
     models[-2]["score against merged"] = [0.02, low, 0.03]
-    changes = {"calibrated:featcal": {"film": [0.02, 0.01, 0.03], "topic": [-0.03, -0.04, worse]}}
-    return {"title": "Toy: four experts", "models": models, "changes": changes}
+    changes = {"film": [0.02, 0.01, 0.03], "topic": [-0.03, -0.04, worse]}
+    models[-3]["by_task"] = {task: {"against merged": change} for task, change in changes.items()}
+    return {"title": "Toy: four experts", "models": models}
 
 
 def test_unclear_repairs_begin_the_overview() -> None:

@@ -122,8 +122,8 @@ def study_page(study: Study, results: Results) -> str:
         f"| {metric} by task | {' | '.join(TITLES[model] for model in MODELS)} |",
         f"|---{'|---' * len(MODELS)}|",
         *(
-            f"| `{task}` | {' | '.join(format_percent(means[model]) for model in MODELS)} |"
-            for task, means in results["by_task"].items()
+            f"| `{task}` | {' | '.join(format_percent(average[model]['by_task'][task]['score']) for model in MODELS)} |"
+            for task in study.tasks
         ),
         "",
         picture(study, "intro"),
@@ -245,7 +245,7 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
 
 def worse_tasks(results: Results, model: str) -> str:
     """Return the tasks on which a repaired average is clearly worse than the average, with the change."""
-    changes = results["changes"].get(model, {})
+    changes = {task: of["against merged"] for task, of in rows_of(results, "average")[model]["by_task"].items()}
     return join_names(
         f"`{task}` {format_estimate(Interval(*ends), 'points')}" for task, ends in changes.items() if ends[2] < 0
     )
@@ -295,9 +295,12 @@ def cost_sentence(results: Results) -> str:
     parts = ", ".join(f"{TITLES.get(calibrated_variant(step), step)} {spent:.0f}" for step, spent in minutes.items())
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     runs = results["draws"] + len(merges_of(results)) - 1
+    names = join_names(TITLES.get(calibrated_variant(step), step) for step in results["interrupted"])
+    lost = f" The study was interrupted; what {names} had spent until then is not counted." if names else ""
     return (
         f"On {results['machine']}, {versions}, {results['date']}, the study took {sum(minutes.values()):.0f} minutes "
         f"of CPU time: {parts}, summed over {runs} merges and draws with scoring (`--auto`: {len(results['chosen'])})."
+        f"{lost}"
     )
 
 

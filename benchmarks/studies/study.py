@@ -7,6 +7,7 @@ Each step is kept in the study's folder and skipped when it is there, so a study
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import pathlib
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +120,12 @@ def main(study: Study, words: Sequence[str] | None = None) -> None:
     texts = arguments.texts or make_once(folder / "texts", lambda out: study.write_texts(packages, out))
     experts = {}
     for seed, task in enumerate(study.tasks):
-        rows, started = read_rows(texts / task / "train.jsonl"), time.process_time()
-        experts[task] = make_once(
-            folder / "experts" / task,
-            lambda out, rows=rows, seed=seed: study.train(base, out, rows, arguments.steps, seed),
-        )
-        add_seconds(folder, "training", started)
+        rows = read_rows(texts / task / "train.jsonl")
+        with count_seconds(folder, "training"):
+            experts[task] = make_once(
+                folder / "experts" / task,
+                lambda out, rows=rows, seed=seed: study.train(base, out, rows, arguments.steps, seed),
+            )
     spec = write_spec(study, base, experts, texts, arguments)
     if arguments.repeat:
         cell = ("average", arguments.draws - 1)
@@ -175,12 +176,19 @@ def compare_cells(repeated: Mapping[str, Any], kept: pathlib.Path, name: str) ->
     print(f"largest differences of {name}: {gaps}; run the study once more to write them to {kept / RESULTS}")
 
 
-def add_seconds(folder: pathlib.Path, step: str, started: float) -> None:
-    """Add the CPU time since `started` to that of a kind of step, in `seconds.json`."""
-    file = folder / "seconds.json"
-    spent = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    spent[step] = spent.get(step, 0.0) + time.process_time() - started
-    write_json_atomic(file, spent)
+@contextlib.contextmanager
+def count_seconds(folder: pathlib.Path, step: str) -> Iterator[None]:
+    """Add the CPU time of a block to that of a kind of step; kinds of which a block was killed are interrupted."""
+    file, running = folder / "seconds.json", folder / f"{step}.running"
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"spent": {}, "interrupted": []}
+    if running.exists() and step not in kept["interrupted"]:
+        kept["interrupted"].append(step)
+    started = time.process_time()
+    running.touch()
+    yield
+    kept["spent"][step] = kept["spent"].get(step, 0.0) + time.process_time() - started
+    write_json_atomic(file, kept)
+    running.unlink()
 
 
 def write_spec(
@@ -229,13 +237,13 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
         data = {**spec["data"], "defaults": defaults}
         metrics = {"jacobian": JACOBIAN, "prefix": False} if is_first else {"jacobian": False}
         given = {**spec, "merge": MERGES[merge], "data": data, "metrics": metrics}
-        begun = started = time.process_time()
+        begun = time.process_time()
         # Base, experts and merge have the same scores in all draws.
         first = folder / "cells" / f"{cell_name(merge, 0)}.json"
         known = json.loads(first.read_text(encoding="utf-8"))["models"] if first.exists() else {}
         asked = {"scores": not known, "weights": is_first}
-        run = dl.analyze(given, out=place, progress="none", resume=place.is_dir(), **asked)
-        add_seconds(folder, "analysis", started)
+        with count_seconds(folder, "analysis"):
+            run = dl.analyze(given, out=place, progress="none", resume=place.is_dir(), **asked)
         has_auto = merge in study.auto_for and not draw
         measured = [model for model in MODELS if model != AUTO or has_auto]
         # The choice comes first, because calibrations that a run already has are candidates of it.
@@ -243,12 +251,11 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             variant = calibrated_variant(name)
             if variant not in measured:
                 continue
-            started = time.process_time()
             if is_first and variant in SAVED:
                 request = {**request, "save_weights": folder / "saved" / name, "out_dtype": "float32"}
             attributes = is_first and variant == AUTO
-            run = dl.calibrate(run, name=name, **request, resume=True, attribution=attributes, progress="none")
-            add_seconds(folder, name, started)
+            with count_seconds(folder, name):
+                run = dl.calibrate(run, name=name, **request, resume=True, attribution=attributes, progress="none")
         if is_first:
             dl.merge(given, out=folder / "saved" / "merged", out_dtype="float32", progress="none")
             shares = layer_drift_shares(run, "merged").items()
@@ -318,25 +325,21 @@ def results_of(
                     f"{measure} against {start}": paired_change(pair, "from", "to", measure).ends
                     for start, pair in pairs.items()
                 }
+            row["by_task"] = {
+                task: {
+                    "score": float(np.mean([draw[model][task]["score"] for draw in draws])),
+                    "against merged": paired_change(
+                        [{key: {task: of[task]} for key, of in pair.items()} for pair in pairs["merged"]],
+                        "from",
+                        "to",
+                        "score",
+                    ).ends,
+                }
+                for task in study.tasks
+            }
             models.append(row)
-    first = {
-        task: {
-            model: float(np.mean([draw[model][task]["score"] for draw in draws_of["average"] if model in draw]))
-            for model in MODELS
-        }
-        for task in study.tasks
-    }
-    changes = {
-        model: {
-            task: paired_change(
-                [{key: {task: of[task]} for key, of in draw.items()} for draw in draws], "merged", model, "score"
-            ).ends
-            for task in study.tasks
-        }
-        for model in MODELS
-        if (draws := [draw for draw in draws_of["average"] if model in draw])
-    }
     run = dl.open_run(folder / "runs" / "average-0")
+    seconds = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
     return {
         "name": study.name,
         "title": study.title,
@@ -344,10 +347,9 @@ def results_of(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine("cpu"),
         "versions": {name: run.manifest.versions.get(name, "") for name in ("torch", "transformers")},
-        "seconds": json.loads((folder / "seconds.json").read_text(encoding="utf-8")),
+        "seconds": seconds["spent"],
+        "interrupted": seconds["interrupted"],
         "models": models,
-        "by_task": first,
-        "changes": changes,
         "chosen": {merge: cell["chosen"] for (merge, _), cell in measured.items() if "chosen" in cell},
         "sources": json.loads((folder / SOURCES).read_text(encoding="utf-8")),
         "checklist": (folder / "checklist.txt").read_text(encoding="utf-8"),

@@ -252,12 +252,14 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             if variant not in measured:
                 continue
             if is_first and variant in SAVED:
-                request = {**request, "save_weights": folder / "saved" / name, "out_dtype": "float32"}
+                out = folder / "saved" / name
+                request = {**request, "out_dtype": "float32"} | ({} if out.exists() else {"save_weights": out})
             attributes = is_first and variant == AUTO
             with count_seconds(folder, name):
                 run = dl.calibrate(run, name=name, **request, resume=True, attribution=attributes, progress="none")
         if is_first:
-            dl.merge(given, out=folder / "saved" / "merged", out_dtype="float32", progress="none")
+            if not (folder / "saved" / "merged").exists():
+                dl.merge(given, out=folder / "saved" / "merged", out_dtype="float32", progress="none")
             shares = layer_drift_shares(run, "merged").items()
             sources = {run.layer_name(layer): share.ends for layer, share in shares}
             write_json_atomic(folder / SOURCES, sources)

@@ -69,9 +69,10 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
         f"{picture}.png" for picture in ("decomposition", "contributions", "scatter-grid", "intro")
     }
     # A killed study continues: what one cell lacks is measured again, and equals what it was.
-    cell = kept / "cells" / "tsv_m-0.json"
-    before = cell.read_text()
-    cell.unlink()
+    lost = [kept / "cells" / f"{cell}-0.json" for cell in ("average", "tsv_m")]
+    before = [cell.read_text() for cell in lost]
+    for cell in lost:
+        cell.unlink()
     shutil.rmtree(kept / "experts" / study.tasks[0])
     capsys.readouterr()
     if not scores_by_library:
@@ -79,7 +80,7 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     main(study, words)
     made = capsys.readouterr().out
     assert f"made {study.tasks[0]}\n" in made and f"made {study.tasks[1]}\n" not in made
-    assert cell.read_text() == before
+    assert [cell.read_text() for cell in lost] == before
     results = json.loads((kept / RESULTS).read_text())
     for model_task, (ours, theirs) in results["library"].items():
         assert ours == pytest.approx(theirs, abs=1e-9), model_task

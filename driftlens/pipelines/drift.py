@@ -122,9 +122,17 @@ def measure_task(
     diagnosis, data = TaskResults(), study.tasks[task]
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
     budget = study.settings.feature_budget
-    # The models run in their own library first, to compare the drift of every layer with.
-    library = LibraryDrift(study.pool, task, study.variants, samples, budget, VERIFIED_SAMPLES)
-    recorder = _record_drift(study, task, library, reporter, traced)
+    # As many whole batches at a time as the feature budget holds at one layer boundary, next to kept features.
+    models = 1 + len(study.variants)
+    per_sample = sample_cache_bytes(study.pool, expert_name(task), samples.load([0]), models)
+    length = samples.num_in_budget(per_sample, budget if traced is None else budget // 2)
+    if traced is not None:
+        traced.forget()
+        traced = traced if len(traced.samples) <= length else None
+    # The models run in their own library first, on the same first batch, to compare the drift of every layer with.
+    first = samples if traced is None else traced.samples
+    library = LibraryDrift(study.pool, task, study.variants, first, budget, VERIFIED_SAMPLES)
+    recorder = _record_drift(study, task, library, reporter, length, traced)
     diagnosis.features = recorder.features()
     # One task suffices: what lowers the precision is the same for all.
     if task == next(iter(study.tasks)):
@@ -166,20 +174,17 @@ def measure_task(
 
 
 def _record_drift(
-    study: Study, task: str, library: LibraryDrift, reporter: ProgressReporter, traced: TracedFeatures | None
+    study: Study,
+    task: str,
+    library: LibraryDrift,
+    reporter: ProgressReporter,
+    length: int,
+    traced: TracedFeatures | None,
 ) -> _DriftRecorder:
-    """Run a task's samples through all layers; check the first samples against the library's own forward."""
+    """Run a task's samples through all layers, `length` at a time; check the first against the library's forward."""
     samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
     meter = TaskProgress(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     recorder = _DriftRecorder(study.settings.pool, study.variants[0], study.settings.active_diagnostics)
-    # As many whole batches at a time as the feature budget holds at one layer boundary.
-    models = 1 + len(study.variants)
-    per_sample = sample_cache_bytes(study.pool, expert_name(task), samples.load([0]), models)
-    budget = study.settings.feature_budget if traced is None else study.settings.feature_budget // 2
-    length = samples.num_in_budget(per_sample, budget)
-    if traced is not None:
-        traced.forget()
-        traced = traced if len(traced.samples) <= length else None
     first = 0 if traced is None else len(traced.samples)
     for start in range(0, len(samples), length):
         stop = min(start + length, len(samples))
@@ -196,7 +201,7 @@ def _record_drift(
                 library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
             if traced is not None:
                 traced.add(view)
-                if traced.pull_back.store.held > budget:
+                if traced.pull_back.store.held > study.settings.feature_budget // 2:
                     traced.forget()
                     traced = None
     if traced is not None:

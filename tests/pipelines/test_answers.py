@@ -97,6 +97,19 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
     assert said in charts["accuracy"].missing(bare, ChartOptions())
 
 
+def test_texts_of_attribution_may_be_shorter_than_the_others(tmp_path: Path) -> None:
+    """Texts are padded to the longest of their batch, and the first samples have a batch of their own."""
+    suite = Suite("decoder", tmp_path, learns=False)
+    suite.learn(PAIRS[:4])
+    suite.save("expert")
+    rows = [("is " * length + "it red", "yes") for length in range(1, 9)]
+    spec = suite.spec({"task": suite.data("task", rows) | {"n_diagnosis": 6}})
+    for samples in (1, 2):
+        metrics = {"jacobian": {"samples": samples}}
+        run = analyze(spec | {"metrics": metrics}, AnalysisRequest(out=tmp_path / f"of {samples}"))
+        assert run.layers(variant="merged")["final_share"].sum() == pytest.approx(1, abs=0.01)
+
+
 FORMS = ("decoder", "encoder-decoder")
 
 

@@ -1,7 +1,8 @@
 """Compare settings of calibrations with the default ones: `python -m benchmarks.studies.settings NAME KEPT`.
 
-KEPT is the folder of a finished study. The settings are fitted to the texts of its first draw. A setting that is
-clearly better here becomes a default or a preset only if it is not worse on another study.
+KEPT is the folder of a study whose first draw is measured, and whose calibrations have the defaults. The settings are
+fitted to the same texts. A setting that is clearly better here becomes a default or a preset only if it is not worse on
+another study. `--only` takes the numbers of settings, which are counted from 1 for each method.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
         {"rho": 1.0},
         {"rho": 3.0, "alpha": 0.5},
         {"lam": 1e-5, "rho": 2.0, "alpha": 0.6},
+        {"lam": 1e-5, "rho": 0.5, "alpha": 0.15, "update": ["linear"]},
     ),
     "residual": ({"mu": 0.9}, {"weights": "uniform"}, {"mu": 0.9, VIEWS: "words:3"}),
 }
@@ -40,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the study's module")
     parser.add_argument("kept", type=pathlib.Path)
+    parser.add_argument("--only", nargs="+", default=(), metavar="METHOD:NUMBER")
     arguments = parser.parse_args()
     study = importlib.import_module(f"benchmarks.studies.{arguments.name}").STUDY
     place = arguments.kept / "runs" / "settings"
@@ -49,7 +52,9 @@ def main() -> None:
     print("| method | settings | gain over the default, points | drift | seconds |\n|---|---|---|---|---|")
     for method, each in SETTINGS.items():
         default = {task: measure_model(study, run, calibrated_variant(method), task) for task in study.tasks}
-        for number, settings in enumerate(({}, *each)):
+        for number, settings in enumerate(each, start=1):
+            if arguments.only and f"{method}:{number}" not in arguments.only:
+                continue
             started, name = time.process_time(), f"{method}-setting-{number}"
             parameters = {key: value for key, value in settings.items() if key != VIEWS}
             views = {key: value for key, value in settings.items() if key == VIEWS}
@@ -66,7 +71,7 @@ def main() -> None:
             found = {task: measure_model(study, run, calibrated_variant(name), task) for task in study.tasks}
             gain = format_estimate(paired_change([{"from": default, "to": found}], "from", "to", "score"), "points")
             drift = np.mean([found[task]["drift"] for task in study.tasks])
-            written = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"
+            written = ", ".join(f"{key}={value}" for key, value in settings.items())
             spent = time.process_time() - started
             print(f"| {method} | {written} | {gain} | {drift:.3f} | {spent:.0f} |", flush=True)
 

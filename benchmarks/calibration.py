@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from benchmarks.calibration_floor import elementwise_seconds, floor_seconds, product_rates
+from benchmarks.calibration_floor import Rates, elementwise_seconds, floor_seconds, product_rates
 from benchmarks.figures import record
 from benchmarks.reference_calibration import Clock, Weights, calibrate as reference
 from driftlens.calibration.featcal import FeatCal
@@ -29,15 +29,16 @@ from driftlens.models.chain import Layer, adapters
 
 BLOCKS = 12
 BATCH = 32  # the default of a spec
-ROUNDS = 2
+ROUNDS = 3
 ON_HOST, ON_ACCELERATOR = ((8, 16), (2, 64)), ((8, 256),)  # tasks, samples of each, features already decoded
 
 
 def run(device: str) -> None:
     """Record ratios to the reference and to the arithmetic floor, and how exact the weights are.
 
-    Times are those of float32, the best of some rounds. Exact weights are the reference's own in float64, so that
-    its rounding isn't ours.
+    Times are those of float32, medians of some rounds, each at the rate of products around it: a machine's speed may
+    change by a fifth between two runs. Exact weights are the reference's own in float64, so that its rounding isn't
+    ours.
     """
     where = torch.device(device)
     cases = ON_HOST if where.type == "cpu" else ON_ACCELERATOR
@@ -55,14 +56,19 @@ def _case(tasks: int, samples: int, device: torch.device) -> None:
         "fit": _fitted,
         "theirs": reference,
     }
-    best: dict[str, tuple[_Seconds, Any]] = {}
-    before = product_rates(device)
+    turns: dict[str, list[tuple[_Seconds, Rates]]] = {name: [] for name in candidates}
+    results: dict[str, Any] = {}
+    measured = [product_rates(device)]
     for _ in range(ROUNDS):  # in turns, so that both meet memory that the process has touched before
         for name, candidate in candidates.items():
-            timed = _timed(device, lambda clock: candidate(models, pixels, clock))  # noqa: B023 - called at once
-            best[name] = min(best.get(name, timed), timed, key=lambda found: found[0].total)
-    rates = before.mean(product_rates(device))
-    (ours, layers), (bare, _), (fit, _), (theirs, blocks) = (best[name] for name in candidates)
+            seconds, results[name] = _timed(device, functools.partial(candidate, models, pixels))
+            measured.append(product_rates(device))
+            turns[name].append((seconds, measured[-2].mean(measured[-1])))
+    rates = Rates.mean_of(measured)
+    ours, bare, fit, theirs = (
+        statistics.median_low(seconds.at_rate(rates, of) for seconds, of in turns[name]) for name in candidates
+    )
+    layers, blocks = results["ours"], results["theirs"]
     floor = floor_seconds(tasks, samples, BLOCKS, rates)
     with_objectives = floor_seconds(tasks, samples, BLOCKS, rates, objectives=True)
     alone = elementwise_seconds(device)
@@ -86,13 +92,17 @@ def _case(tasks: int, samples: int, device: torch.device) -> None:
         record("calibration", f"{case}: {name}", value, targets.get(name, ""), device=str(device))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Seconds:
-    wall: float
     total: float
     """Of the processors, which a busy machine disturbs less."""
     outside: float
     """Of `total`, outside the forward passes of stem and blocks; of `fit`, outside its closure check."""
+
+    def at_rate(self, rates: Rates, measured: Rates) -> _Seconds:
+        """Return the seconds on a machine of these rates of products, from those measured."""
+        scale = measured.float32 / rates.float32
+        return _Seconds(self.total * scale, self.outside * scale)
 
     def ratios(self, reference: _Seconds, floor: float, steps: float) -> str:
         """Return the ratios of CPU time to the reference's, in all and outside forward passes, and to the floor.
@@ -110,10 +120,10 @@ class _Seconds:
 
 def _timed(device: torch.device, work: Callable[[Clock], Any]) -> tuple[_Seconds, Any]:
     clock = Clock(device)
-    wall, started = time.perf_counter(), clock.now()
+    started = clock.now()
     found = work(clock)
     total = clock.now() - started
-    return _Seconds(time.perf_counter() - wall, total, total - clock.seconds), found
+    return _Seconds(total, total - clock.seconds), found
 
 
 def _calibrated(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,14 @@ class Rates:
 
     def mean(self, other: Rates) -> Rates:
         """Halfway between two measurements."""
-        return Rates((self.float32 + other.float32) / 2, (self.float64 + other.float64) / 2)
+        return Rates.mean_of((self, other))
+
+    @classmethod
+    def mean_of(cls, rates: Sequence[Rates]) -> Rates:
+        """Return the mean of some measurements."""
+        return cls(
+            *(statistics.mean(of) for of in zip(*((rate.float32, rate.float64) for rate in rates), strict=True))
+        )
 
 
 def product_rates(device: torch.device) -> Rates:

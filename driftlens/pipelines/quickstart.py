@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from driftlens.data.sources import SplitView
 
 # Samples per task at most: enough for an interval, few enough for a minute with two experts of 270M parameters.
-COUNTS = {"n": 32, "n_diagnosis": 16, "n_test": 64}
+COUNTS = {"n": 32, "n_diagnosis": 12, "n_test": 64}
 # Samples per batch: small, as larger ones were slower in models of 100 to 270M parameters.
 BATCH = 8
 # Samples per task whose drift is attributed to layers, and nodes of each integral.

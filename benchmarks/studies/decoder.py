@@ -9,11 +9,25 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies.packages import read_rows, require_installed, write_texts
+from benchmarks.studies.packages import read_rows, require_installed, write_rows, write_texts
 from benchmarks.studies.study import Study
-from benchmarks.studies.training import PROMPT, train_adapter
+from benchmarks.studies.training import train_adapter
 
-TASKS = ("film", "product", "topic", "tweets")
+QUESTIONS = {
+    "film": "opinion of the film:",
+    "product": "opinion of the product:",
+    "topic": "kind of text:",
+    "tweets": "mood of the tweet:",
+}
+"""What follows a text, by task: a film's review is a text of another task too, with another answer."""
+
+
+def write_questions(packages: pathlib.Path, out: pathlib.Path) -> None:
+    """Write texts as `write_texts` does, each followed by the question of its task."""
+    write_texts(packages, out)
+    for task, question in QUESTIONS.items():
+        for file in (out / task).glob("*.jsonl"):
+            write_rows(file, [{**row, "text": f"{row['text']}\n{question}"} for row in read_rows(file)])
 
 
 def unpack_gguf(content: bytes, out: pathlib.Path) -> None:
@@ -35,7 +49,7 @@ def unpack_gguf(content: bytes, out: pathlib.Path) -> None:
 def task_data(folder: pathlib.Path) -> dict[str, Any]:
     """Return a task whose answer is generated."""
     return {
-        "prompt": PROMPT,
+        "input": "text",
         "metric": ["exact_match", "perplexity"],
         "calibration": str(folder / "calibration.jsonl"),
         "test": str(folder / "test.jsonl"),
@@ -50,7 +64,7 @@ def answer_is_right(model: pathlib.Path, folder: pathlib.Path) -> list[float]:
     decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     rows, scores = read_rows(folder / "test.jsonl"), []
     for row in rows:
-        inputs = tokenizer(PROMPT.format(text=row["text"]), return_tensors="pt")
+        inputs = tokenizer(row["text"], return_tensors="pt")
         longest = 8 + len(tokenizer(row["target"]).input_ids)
         made = decoder.generate(**inputs, max_new_tokens=longest, do_sample=False)
         answer = tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -60,16 +74,16 @@ def answer_is_right(model: pathlib.Path, folder: pathlib.Path) -> list[float]:
 
 decoder_study = functools.partial(
     Study,
-    experts="Each expert is a LoRA adapter of rank 16 on every linear module, trained to answer in {steps} steps of 8 "
-    "texts. A test text is right if the generated answer equals the target (exact match); the likelihood is that of "
-    "the target.",
+    experts="The question of its task follows each text, such as `kind of text:`. Each expert is a LoRA adapter of "
+    "rank 16 on every linear module, trained to answer in {steps} steps of 8 texts. A test text is right if the "
+    "generated answer equals the target (exact match); the likelihood is that of the target.",
     libraries=("transformers", "peft", "gguf"),
     loader="hf-decoder",
     metric="exact_match",
     second="perplexity",
-    write_texts=write_texts,
+    write_texts=write_questions,
     train=train_adapter,
     task_data=task_data,
     score_in_library=answer_is_right,
-    tasks=TASKS,
+    tasks=(*QUESTIONS,),
 )

@@ -125,6 +125,11 @@ def read_rows(file: pathlib.Path) -> Rows:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def write_rows(file: pathlib.Path, rows: Rows) -> None:
+    """Write rows as a file of JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def _sentences(archive: tarfile.TarFile, name: str) -> Iterator[tuple[str, float, str]]:
     """Yield id, mean rating and text of each sentence of a source once."""
     file = archive.extractfile(f"hutto_ICWSM_2014/{name}_GroundTruth.txt")
@@ -150,4 +155,4 @@ def _opinions(rows: Sequence[tuple[str, float, str]]) -> Rows:
 def _write(folder: pathlib.Path, test: Rows, calibration: Rows, train: Rows, passages: Rows) -> None:
     folder.mkdir(parents=True)
     for name, rows in {"test": test, "calibration": calibration, "train": train, "passages": passages}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_rows(folder / f"{name}.jsonl", rows)

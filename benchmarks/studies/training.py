@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from benchmarks.studies.packages import Rows, require_installed
 
-PROMPT = "{text}\nanswer:"
 MAX_TOKENS = 48
 PAIRS, HEAT, FULL_RATE = 16, 0.1, 5e-5
 TEXTS_PER_STEP, LORA_RATE, RANK = 8, 1e-3, 16
@@ -119,7 +118,7 @@ def _answered(tokenizer: Any, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, t
     """Return token ids, mask and the places of the answers, [texts, tokens] each."""
     pairs = []
     for row in rows:
-        question = tokenizer(PROMPT.format(text=row["text"])).input_ids
+        question = tokenizer(row["text"]).input_ids
         answer = [*tokenizer(f" {row['target']}", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         pairs.append((question + answer, len(answer)))
     length = max(len(tokens) for tokens, _ in pairs)

@@ -444,7 +444,8 @@ def _variant_title(variant: str) -> str:
 
 
 def _describe_gap(gap: ModelGap, judgement: Verdict) -> str:
-    unit = " points" * (judgement.measure.kind == "share" and gap is judgement.gaps[0])
+    # The first gap names the unit for all.
+    unit = " points" * (judgement.measure.kind == "share" and gap in (judgement.gaps[:1] or (gap,)))
     change = format_gap(gap, judgement.measure.kind) + unit
     counts = _describe_clear_tasks(gap, len(judgement.tasks)) if len(judgement.tasks) > 1 else ""
     if not gap.side:

@@ -27,6 +27,7 @@ from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import Cancelled, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens.utils.registry import diagnostics
+from driftlens_reports.terminal import run_summary_text
 from tests.pipelines.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.world import TASKS, World
@@ -226,6 +227,21 @@ def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_pat
     with pytest.raises(SpecError, match="no diagnostic 'ckA' to add") as caught:
         bare.measure(add="ckA")
     assert "cka" in caught.value.hint
+
+
+def test_scores_may_be_left_out_and_added_later(world: World, tmp_path: Path) -> None:
+    """Repairs alone are scored, for studies that know the scores of the other models."""
+    run = dl.analyze(world.spec(metrics={"jacobian": False}), out=tmp_path / "run", progress="none", scores=False)
+    assert run.accuracy().empty
+    for name, lam in (("one", 0.1), ("two", 10.0)):
+        run = dl.calibrate(run, name=name, method="featcal", parameters={"lam": lam}, progress="none")
+    scored = set(run.accuracy()["variant"])
+    assert {"calibrated:one", "calibrated:two"} <= scored and not {"base", "merged", "expert"} & scored
+    shown = run_summary_text(run)
+    assert "one" in shown and "two" in shown
+    dl.Report(run).save(tmp_path / "report")
+    whole = run.measure()
+    assert scored | {"base", "merged", "expert"} == set(whole.accuracy()["variant"])
 
 
 def test_a_picture_keeps_its_proportions_between_grey_bars() -> None:

@@ -75,6 +75,10 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
         return ""
     if not run.manifest.finished:
         return resume_command(run.path)
+    scored = {*run.accuracy()["variant"]}
+    # Only repairs were scored; this adds what they are compared with.
+    if scored and not scored & {"base", "merged", "expert"}:
+        return f"driftlens analyze {path}"
     # A bad expert limits every merge and repair, so it comes first.
     if bad:
         return f"driftlens validate {path}/spec.yaml --deep"

@@ -238,7 +238,7 @@ def test_scores_may_be_left_out_and_added_later(world: World, tmp_path: Path) ->
     scored = set(run.accuracy()["variant"])
     assert {"calibrated:one", "calibrated:two"} <= scored and not {"base", "merged", "expert"} & scored
     shown = run_summary_text(run)
-    assert "one" in shown and "two" in shown
+    assert "one" in shown and "two" in shown and f"Next: `driftlens analyze {run.path}`" in shown
     dl.Report(run).save(tmp_path / "report")
     whole = run.measure()
     assert scored | {"base", "merged", "expert"} == set(whole.accuracy()["variant"])

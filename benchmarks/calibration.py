@@ -63,7 +63,7 @@ def _case(tasks: int, samples: int, device: torch.device) -> None:
         for name, candidate in candidates.items():
             seconds, results[name] = _timed(device, functools.partial(candidate, models, pixels))
             measured.append(product_rates(device))
-            turns[name].append((seconds, measured[-2].mean(measured[-1])))
+            turns[name].append((seconds, Rates.mean_of(measured[-2:])))
     rates = Rates.mean_of(measured)
     ours, bare, fit, theirs = (
         statistics.median_low(seconds.at_rate(rates, of) for seconds, of in turns[name]) for name in candidates

@@ -25,10 +25,6 @@ class Rates:
     float32: float
     float64: float
 
-    def mean(self, other: Rates) -> Rates:
-        """Halfway between two measurements."""
-        return Rates.mean_of((self, other))
-
     @classmethod
     def mean_of(cls, rates: Sequence[Rates]) -> Rates:
         """Return the mean of some measurements."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.calibration import BLOCKS, _models
-from benchmarks.calibration_floor import elementwise_seconds, product_rates, residual_floor_seconds
+from benchmarks.calibration_floor import Rates, elementwise_seconds, product_rates, residual_floor_seconds
 from benchmarks.figures import record
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
@@ -43,7 +43,7 @@ def _cost(shape: str, device: str) -> None:
     for _ in range(ROUNDS):
         for name, method in METHODS.items():
             times[name].append(_calibration_seconds(models, adapter, pixels, method()))
-    rates = before.mean(product_rates(torch.device(device)))
+    rates = Rates.mean_of((before, product_rates(torch.device(device))))
     peaks = {}
     for name in METHODS:
         command = [sys.executable, "-m", "benchmarks.residual", shape, name, device]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -504,19 +505,17 @@ def _decoder_likelihoods(
     takes = inspect.signature(module.forward).parameters
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     spare = max(len(tokens) for column in every for tokens in column)
-    before: Sequence[Sequence[int]] = ()
-    for tokens in every:
-        read, num_kept = [row[:-1] for row in tokens], max(1, *map(len, tokens))
-        if read != before:
-            batch = reader._left_padded_batch(questions, read, spare=spare)
-            # Scores of all tokens [n, t, vocabulary] may not fit into memory, but not every model can return a part.
-            inputs: dict[str, Any] = {"logits_to_keep": num_kept}
-            # Models with positions in images compute them from `mm_token_type_ids`; others need those without padding.
-            if "mm_token_type_ids" not in batch:
-                inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
-            inputs = batch | {name: value for name, value in inputs.items() if name in takes}
-            before, scores = read, module(**move_to_module(module, inputs), use_cache=False).logits[:, -num_kept:]
-        yield _token_log_likelihoods(scores, tokens, at_end=True)
+    for read, alike in itertools.groupby(every, key=lambda tokens: [row[:-1] for row in tokens]):
+        batch, num_kept = reader._left_padded_batch(questions, read, spare=spare), max(map(len, read)) + 1
+        # Scores of all tokens [n, t, vocabulary] may not fit into memory, but not every model can return a part.
+        inputs: dict[str, Any] = {"logits_to_keep": num_kept}
+        # Models with positions in images compute them from `mm_token_type_ids`; others need those without padding.
+        if "mm_token_type_ids" not in batch:
+            inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
+        inputs = batch | {name: value for name, value in inputs.items() if name in takes}
+        scores = module(**move_to_module(module, inputs), use_cache=False).logits[:, -num_kept:]
+        for tokens in alike:
+            yield _token_log_likelihoods(scores, tokens, at_end=True)
 
 
 def _encoder_decoder_likelihoods(

@@ -90,10 +90,11 @@ class TracedFeatures:
         self.swaps.clear()
         self.pull_back.clear()
 
-    def walk(self, study: Study, step: Callable[[int, str], None]) -> None:
-        """Run the samples through all layers and keep their features."""
-        pull_back, num_layers = self.pull_back, len(study.pool.chain.layers)
-        for view in walk(study.pool, pull_back.task, self.variants, self.samples.batches(), ids=self.samples.ids):
+    def walk(self, step: Callable[[int, str], None]) -> None:
+        """Run the samples through all layers and keep their features; report each layer to `step`."""
+        pool, task, samples = self.pull_back.pool, self.pull_back.task, self.samples
+        num_layers = len(pool.chain.layers)
+        for view in walk(pool, task, self.variants, samples.batches(), ids=samples.ids):
             step(view.layer.index - 1, f"forward, layer {view.layer.index} of {num_layers}")
             self.add(view)
         self.is_complete = True
@@ -372,7 +373,7 @@ def compute_attribution(
             num_steps = num_layers
         meter = TaskProgress(reporter, "explain", dict.fromkeys(study.tasks, num_steps), task)
         if not traced.is_complete:
-            traced.walk(study, meter.step)
+            traced.walk(meter.step)
         ids, pull_back, swaps = list(traced.samples.ids), traced.pull_back, traced.swaps
         prefixes: dict[str, list[Tensor]] = defaultdict(list)
         for (variant, _), swap in swaps.items():

@@ -449,7 +449,8 @@ def _variant_title(variant: str) -> str:
 
 def _describe_gap(gap: ModelGap, judgement: Verdict) -> str:
     # The first gap names the unit for all.
-    unit = " points" * (judgement.measure.kind == "share" and gap in (judgement.gaps[:1] or (gap,)))
+    is_first = not judgement.gaps or gap is judgement.gaps[0]
+    unit = " points" * (judgement.measure.kind == "share" and is_first)
     change = format_gap(gap, judgement.measure.kind) + unit
     counts = _describe_clear_tasks(gap, len(judgement.tasks)) if len(judgement.tasks) > 1 else ""
     if not gap.side:

@@ -274,6 +274,13 @@ def select_samples(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
     )
 
 
+def order_by_length(samples: SampleSet) -> list[int]:
+    """Return the positions of texts from the shortest to the longest; of other samples in their order."""
+    # Texts of similar length share a batch, as padding costs as much as tokens do.
+    lengths = [sum(map(len, text)) for text in samples.all_texts]
+    return sorted(range(len(samples)), key=lengths.__getitem__ if lengths else None)
+
+
 def random_subset(samples: SampleSet, count: int) -> SampleSet:
     """Select at most `count` samples at random, always the same ones."""
     return select_samples(samples, random_order(len(samples), 0, task=samples.task, split="test")[:count])

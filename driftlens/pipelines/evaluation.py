@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from driftlens.data.samples import SampleSet, select_samples
+from driftlens.data.samples import SampleSet, order_by_length, select_samples
 from driftlens.data.task_data import parse_number
 from driftlens.engine.pool import ModelPool, input_bytes
 from driftlens.engine.walk import iter_final_features, sample_cache_bytes
@@ -76,7 +76,7 @@ def score_variants(study: Study, task: str, variants: Sequence[str], reporter: P
     scores, samples = TaskResults(), study.tasks[task].test
     if samples is None:
         return scores
-    order = _order_by_length(samples)
+    order = order_by_length(samples)
     data = dataclasses.replace(study.tasks[task], test=select_samples(samples, order))
     study = dataclasses.replace(study, tasks={**study.tasks, task: data})
     results = correct_predictions(study, task, variants, reporter) | _score_answers(
@@ -97,13 +97,6 @@ def score_variants(study: Study, task: str, variants: Sequence[str], reporter: P
         ]
         scores.tables["accuracy"].append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
     return scores
-
-
-def _order_by_length(samples: SampleSet) -> list[int]:
-    """Return the positions of texts from the shortest to the longest; of other samples in their order."""
-    # Texts of similar length share a batch, as padding costs as much as tokens do.
-    lengths = [sum(map(len, text)) for text in samples.all_texts]
-    return sorted(range(len(samples)), key=lengths.__getitem__ if lengths else None)
 
 
 def _task_metrics(study: Study, task: str) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ CAPTIONS = {
     "scatter-grid": "Samples moving: final features of merged and repaired model, next to the experts'",
     "intro": "Features, drift by layer, and scores of all tasks with 95 % intervals",
 }
+SHOWN = 0.0005
+"""Half of the last digit of a share: an interval that ends nearer to 0 is written as one that ends there."""
 Results = Mapping[str, Any]
 
 
@@ -89,79 +91,85 @@ def study_page(study: Study, results: Results) -> str:
         study: the study.
         results: its results.
     """
-    number, draws = len(study.tasks), results["draws"]
-    average = rows_of(results, "average")
-    shown = {model: format_percent(row["score"][0]) for model, row in average.items()}
-    tasks = "; ".join(f"`{task}`: {ABOUT_TASKS[task]}" for task in study.tasks)
-    metric, second, _ = measures_of(study)
+    sections = (introduction, scores_section, drift_section, checks_section, repeat_section)
+    return "\n".join(line for section in sections for line in section(study, results))
+
+
+def introduction(study: Study, results: Results) -> Iterator[str]:
+    """Yield the title, the unclear repairs, the main scores, and what base, experts and texts are."""
+    shown = {model: format_percent(row["score"][0]) for model, row in rows_of(results, "average").items()}
+    metric, _, _ = measures_of(study)
     calibrated = ", ".join(f"{TITLES[model]} {shown[model]}" for model in CALIBRATED)
-    libraries = join_names(f"`{name}`" for name in study.libraries)
-    lines = [
-        f"# {study.title}",
-        "",
-        *unclear_lines([results]),
+    tasks = "; ".join(f"`{task}`: {ABOUT_TASKS[task]}" for task in study.tasks)
+    yield f"# {study.title}\n"
+    yield from unclear_lines([results])
+    yield (
         f"The average of four experts has {shown['merged']} {metric}, the base {shown['base']}, the experts "
         f"{shown['expert']}. Repaired from {results['samples']} unlabelled texts per task: {calibrated}. "
-        "[All studies](studies.md).",
-        "",
-        f"{study.about} {study.experts.format(steps=results['steps'])}",
-        "",
+        "[All studies](studies.md).\n"
+    )
+    yield f"{study.about} {study.experts.format(steps=results['steps'])}\n"
+    yield (
         f"Texts are those of the package `{TEXTS}` (Hutto and Gilbert 2014). The tasks are {tasks}. Each has "
-        f"{results['tests']} test texts; within a task, calibration, training and test share no text.",
-        "",
-        "## Scores",
-        "",
-        f"Means over {number} tasks, {number * results['tests']} test texts and {draws} draws of calibration texts, "
-        "with 95 % intervals over test texts; `--auto` is of the first draw. Gains are paired by text, in percentage "
-        "points. Drift is the relative drift of the final feature.",
-        "",
-        f"| average of experts | {metric} | over the base | over the merge | {second} | over the merge | drift |",
-        "|---|---|---|---|---|---|---|",
-        *(score_row(study, average[model]) for model in MODELS),
-        "",
-        f"| {metric} by task | {' | '.join(TITLES[model] for model in MODELS)} |",
-        f"|---{'|---' * len(MODELS)}|",
-        *(
-            f"| `{task}` | {' | '.join(format_percent(average[model]['by_task'][task]['score']) for model in MODELS)} |"
-            for task in study.tasks
-        ),
-        "",
-        picture(study, "intro"),
-        "",
-        "Other merges, of one draw:",
-        "",
-        f"| merge | model | {metric} | against the base | against the merge | against the average |",
-        "|---|---|---|---|---|---|",
-        *other_rows(results),
-        "",
-        f"`--auto` chose {chosen_text(results)}.",
-        "",
-        "## Where drift starts",
-        "",
-        sources_sentence(results),
-        "",
-        *(f"{picture(study, name)}\n" for name in PICTURES[:-1]),
-        "## Checks and cost",
-        "",
-        library_sentence(study, results),
-        *repeated_lines(results),
-        "",
-        f"{cost_sentence(results)} `driftlens why` on base and experts reports:",
-        "",
-        f"```text\n{results['checklist'].rstrip()}\n```",
-        "",
-        "## Repeat it",
-        "",
-        "```bash",
-        download_command(pathlib.Path("packages"), [*study.packages, TEXTS]),
-        f"python -m benchmarks.studies.{study.name} --folder kept --packages packages",
-        "```",
-        "",
-        f"The second command runs in a checkout of DriftLens with {libraries} installed. Seeds are 0 to {number - 1} "
-        f"for the experts, 0 to {draws - 1} for the draws and 0 for the split of the texts. After a kill, the same "
-        "command continues where the study was.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{results['tests']} test texts; within a task, calibration, training and test share no text.\n"
+    )
+
+
+def scores_section(study: Study, results: Results) -> Iterator[str]:
+    """Yield the tables of scores, and what `--auto` chose."""
+    number, average = len(study.tasks), rows_of(results, "average")
+    metric, second, _ = measures_of(study)
+    yield "## Scores\n"
+    yield (
+        f"Means over {number} tasks, {number * results['tests']} test texts and {results['draws']} draws of "
+        "calibration texts, with 95 % intervals over test texts; `--auto` is of the first draw. Gains are paired by "
+        "text, in percentage points. Drift is the relative drift of the final feature.\n"
+    )
+    yield f"| average of experts | {metric} | over the base | over the merge | {second} | over the merge | drift |"
+    yield "|---|---|---|---|---|---|---|"
+    yield from (score_row(study, average[model]) for model in MODELS)
+    yield f"\n| {metric} by task | {' | '.join(TITLES[model] for model in MODELS)} |"
+    yield f"|---{'|---' * len(MODELS)}|"
+    for task in study.tasks:
+        by_model = (format_percent(average[model]["by_task"][task]["score"]) for model in MODELS)
+        yield f"| `{task}` | {' | '.join(by_model)} |"
+    yield f"\n{picture(study, 'intro')}\n"
+    yield "Other merges, of one draw:\n"
+    yield f"| merge | model | {metric} | against the base | against the merge | against the average |"
+    yield "|---|---|---|---|---|---|"
+    yield from other_rows(results)
+    yield f"\n`--auto` chose {chosen_text(results)}.\n"
+
+
+def drift_section(study: Study, results: Results) -> Iterator[str]:
+    """Yield the layers where drift starts, with pictures."""
+    yield "## Where drift starts\n"
+    yield f"{sources_sentence(results)}\n"
+    yield from (f"{picture(study, name)}\n" for name in PICTURES[:-1])
+
+
+def checks_section(study: Study, results: Results) -> Iterator[str]:
+    """Yield what other libraries and a second run confirm, the cost, and what `driftlens why` reports."""
+    yield "## Checks and cost\n"
+    yield library_sentence(study, results)
+    yield from repeated_lines(results)
+    yield f"\n{cost_sentence(results)} `driftlens why` on base and experts reports:\n"
+    yield f"```text\n{results['checklist'].rstrip()}\n```\n"
+
+
+def repeat_section(study: Study, results: Results) -> Iterator[str]:
+    """Yield the commands that run the study again."""
+    libraries = join_names(f"`{name}`" for name in study.libraries)
+    yield "## Repeat it\n"
+    yield "```bash"
+    yield download_command(pathlib.Path("packages"), [*study.packages, TEXTS])
+    yield f"python -m benchmarks.studies.{study.name} --folder kept --packages packages"
+    yield "```\n"
+    yield (
+        f"The second command runs in a checkout of DriftLens with {libraries} installed. Seeds are 0 to "
+        f"{len(study.tasks) - 1} for the experts, 0 to {results['draws'] - 1} for the draws and 0 for the split of the "
+        "texts. After a kill, the same command continues where the study was.\n"
+    )
 
 
 def rows_of(results: Results, merge: str) -> dict[str, Results]:
@@ -217,7 +225,7 @@ def unclear_gains(results: Results, model: str, merge: str) -> list[str]:
     """Return what a repaired merge is not clearly better than: the 95 % interval of the gain reaches 0."""
     row = rows_of(results, merge)[model]
     starts = [start for start in STARTS if not (merge == start == "average")]
-    return [f"{STARTS[start]} {gain(row, start)}" for start in starts if not row[f"score against {start}"][1] > 0]
+    return [f"{STARTS[start]} {gain(row, start)}" for start in starts if not row[f"score against {start}"][1] > SHOWN]
 
 
 def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:

@@ -281,6 +281,11 @@ def order_by_length(samples: SampleSet) -> list[int]:
     return sorted(range(len(samples)), key=lengths.__getitem__ if lengths else None)
 
 
+def sort_by_length(samples: SampleSet) -> SampleSet:
+    """Return the samples with texts from the shortest to the longest; other samples as they are."""
+    return samples if samples.texts is None else select_samples(samples, order_by_length(samples))
+
+
 def random_subset(samples: SampleSet, count: int) -> SampleSet:
     """Select at most `count` samples at random, always the same ones."""
     return select_samples(samples, random_order(len(samples), 0, task=samples.task, split="test")[:count])

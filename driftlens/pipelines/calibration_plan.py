@@ -31,7 +31,7 @@ from driftlens.checkpoints.tensor_sources import (
 from driftlens.config.data import Views
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.data.altered import append_views
-from driftlens.data.samples import SampleSet, order_by_length, select_samples
+from driftlens.data.samples import SampleSet, select_samples, sort_by_length
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, SiteReport
 from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, final_module_path
 from driftlens.engine.sequential import StepwiseCalibrator
@@ -281,7 +281,7 @@ def calibration_context(
     study: Study, samples: Mapping[str, SampleSet], sites: Mapping[int, Sequence[str]], **options: Any
 ) -> CalibrationContext:
     """Return the context for calibrating a study's merged model; `options` set further fields of it."""
-    in_order = {task: select_samples(drawn, order_by_length(drawn)) for task, drawn in samples.items()}
+    in_order = {task: sort_by_length(drawn) for task, drawn in samples.items()}
     return CalibrationContext(
         study.pool,
         {task: append_views(drawn) if drawn.views else drawn for task, drawn in in_order.items()},

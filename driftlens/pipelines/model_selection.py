@@ -24,7 +24,7 @@ from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSou
 from driftlens.config.data import Views
 from driftlens.config.requests import CalibrationRequest
 from driftlens.data.altered import append_views
-from driftlens.data.samples import SampleSet, select_samples
+from driftlens.data.samples import SampleSet, select_samples, sort_by_length
 from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.pool import Attachment
 from driftlens.engine.sites import ExpertFeatureCache, select_sites, sites_to_update
@@ -567,7 +567,7 @@ class _HeldOutTrials:
         for task, samples in without_labels(study).items():
             held_out, fitted = fold_ranges(len(samples), task, parts=_NUM_PARTS)
             self._shown[task] = select_samples(samples, fitted)
-            judged[task] = samples_to_judge(select_samples(samples, held_out))
+            judged[task] = samples_to_judge(sort_by_length(select_samples(samples, held_out)))
         self.scorer = HeldOutScorer(study, judged)
         self._fitter = CandidateFitter(
             study,

@@ -116,8 +116,8 @@ def test_unclear_repairs_begin_the_overview() -> None:
     assert "All repairs of all merges are clearly better" in clear
     assert "residual calibration 1 and `--auto` 1." in clear
     worse = pages.overview({"toy": fake_results(0.01, -0.01)})
-    assert "- average, FeatCal: worse than the merge on `topic` -3.0 (-4.0 to -1.0)\n" in worse
-    said = "- average, residual calibration: against the merge +2.0 (-1.0 to +3.0)"
+    assert "| average | FeatCal | clear loss on `topic`: -3.0 (-4.0 to -1.0) |\n" in worse
+    said = "| average | residual calibration | no clear gain over the merge: +2.0 (-1.0 to +3.0) |"
     assert said in unclear and unclear.index(said) < unclear.index("residual calibration 0")
 
 
@@ -127,6 +127,8 @@ def test_pages_are_made_from_the_stored_results() -> None:
         study = importlib.import_module(f"benchmarks.studies.{name}").STUDY
         text = (pages.DOCS / f"study-{name}.md").read_text(encoding="utf-8")
         assert text == pages.study_page(study, results), "run: python -m benchmarks.studies.pages"
+        prose = re.sub(r"^```.*?^```$|^(?:\||!\[)[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+        assert 300 <= len(prose.split()) <= 500
     if stored:
         overview = (pages.DOCS / "studies.md").read_text(encoding="utf-8")
         assert overview == pages.overview(stored), "run: python -m benchmarks.studies.pages"

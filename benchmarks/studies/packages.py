@@ -25,7 +25,7 @@ TASKS = ("articles", "film", "topic", "tweets")
 ABOUT_TASKS = {
     "articles": "find sentences of the same newspaper editorial",
     "film": "is the opinion of a film positive or negative",
-    "product": "the same of products",
+    "product": "is the opinion of a product positive or negative",
     "topic": "is a sentence of a film review, a product review, a newspaper or a tweet",
     "tweets": "is the mood of a tweet positive or negative",
 }

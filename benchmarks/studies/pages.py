@@ -100,7 +100,6 @@ def introduction(study: Study, results: Results) -> Iterator[str]:
     shown = {model: format_percent(row["score"][0]) for model, row in rows_of(results, "average").items()}
     metric, _, _ = measures_of(study)
     calibrated = ", ".join(f"{TITLES[model]} {shown[model]}" for model in CALIBRATED)
-    tasks = "; ".join(f"`{task}`: {ABOUT_TASKS[task]}" for task in study.tasks)
     yield f"# {study.title}\n"
     yield from unclear_lines([results])
     yield (
@@ -109,10 +108,8 @@ def introduction(study: Study, results: Results) -> Iterator[str]:
         "[All studies](studies.md).\n"
     )
     yield f"{study.about} {study.experts.format(steps=results['steps'])}\n"
-    yield (
-        f"Texts are those of the package `{TEXTS}` (Hutto and Gilbert 2014). The tasks are {tasks}. Each has "
-        f"{results['tests']} test texts; within a task, calibration, training and test share no text.\n"
-    )
+    tasks = join_names(f"`{task}`" for task in study.tasks)
+    yield f"The [tasks](studies.md#tasks) are {tasks}, with {results['tests']} test texts each.\n"
 
 
 def scores_section(study: Study, results: Results) -> Iterator[str]:
@@ -225,37 +222,37 @@ def unclear_gains(results: Results, model: str, merge: str) -> list[str]:
     """Return what a repaired merge is not clearly better than: the 95 % interval of the gain reaches 0."""
     row = rows_of(results, merge)[model]
     starts = [start for start in STARTS if not (merge == start == "average")]
-    return [f"{STARTS[start]} {gain(row, start)}" for start in starts if not row[f"score against {start}"][1] > SHOWN]
+    return [f"{STARTS[start]}: {gain(row, start)}" for start in starts if not row[f"score against {start}"][1] > SHOWN]
 
 
 def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
-    """Yield the lines that begin a page: the repairs that are not clearly better than base, merge and average."""
-    lines = []
+    """Yield what begins a page: the repairs that are not clearly better than base, merge and average, or worse."""
+    rows = []
     for results in studies:
-        name = f"{results['title'].partition(':')[0]}, " if len(studies) > 1 else ""
+        of_study = [results["title"].partition(":")[0]] if len(studies) > 1 else []
         for merge in merges_of(results):
             for model in repairs_of(results, merge):
+                of_repair = [*of_study, TITLES[merge], TITLES[model]]
                 if unclear := unclear_gains(results, model, merge):
-                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: against {join_names(unclear)}")
-            for model in CALIBRATED:
+                    rows.append([*of_repair, f"no clear gain over {join_names(unclear)}"])
                 if merge == "average" and (worse := worse_tasks(results, model)):
-                    lines.append(f"- {name}{TITLES[merge]}, {TITLES[model]}: worse than the merge on {worse}")
-    if lines:
-        yield from (
-            "Repairs that are not clearly better, or clearly worse on a task (points with 95 % intervals):",
-            "",
-            *lines,
-            "",
-        )
-    else:
-        yield from ("All repairs of all merges are clearly better than base, merge and average.", "")
+                    rows.append([*of_repair, f"clear loss on {worse}"])
+    if not rows:
+        yield "All repairs of all merges are clearly better than base, merge and average.\n"
+        return
+    head = [*(["study"] if len(studies) > 1 else []), "merge", "repair", "gain in points (95 % interval)"]
+    yield "Not all repairs are clearly better:\n"
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
 
 
 def worse_tasks(results: Results, model: str) -> str:
     """Return the tasks on which a repaired average is clearly worse than the average, with the change."""
     changes = {task: of["against merged"] for task, of in rows_of(results, "average")[model]["by_task"].items()}
     return join_names(
-        f"`{task}` {format_estimate(Interval(*ends), 'points')}" for task, ends in changes.items() if ends[2] < 0
+        f"`{task}`: {format_estimate(Interval(*ends), 'points')}" for task, ends in changes.items() if ends[2] < 0
     )
 
 
@@ -275,7 +272,10 @@ def sources_sentence(results: Results) -> str:
 
 def chosen_text(results: Results) -> str:
     """Return what `--auto` chose for which merges."""
-    return "; ".join(f"for {TITLES[merge]}, {title}" for merge, title in results["chosen"].items())
+    merges: dict[str, list[str]] = {}
+    for merge, title in results["chosen"].items():
+        merges.setdefault(title, []).append(TITLES[merge])
+    return "; ".join(f"{title} for {join_names(names)}" for title, names in merges.items())
 
 
 def library_sentence(study: Study, results: Results) -> str:
@@ -332,7 +332,14 @@ def overview(stored: Mapping[str, Results]) -> str:
         f"|---|---{'|---' * len(MODELS)}|",
         *(line for name, results in stored.items() for line in overview_rows(name, results)),
         "",
-        "The experts are not published: the commands on each page train them again, with stated seeds.",
+        "## Tasks",
+        "",
+        f"Texts are those of the package `{TEXTS}` (Hutto and Gilbert 2014). Within a task, calibration, training and "
+        "test share no text.",
+        "",
+        *(f"- `{task}`: {about}" for task, about in ABOUT_TASKS.items()),
+        "",
+        "The experts are not published: the commands on each study's page train them again, with stated seeds.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -281,10 +281,9 @@ def calibration_context(
     study: Study, samples: Mapping[str, SampleSet], sites: Mapping[int, Sequence[str]], **options: Any
 ) -> CalibrationContext:
     """Return the context for calibrating a study's merged model; `options` set further fields of it."""
-    in_order = {task: sort_by_length(drawn) for task, drawn in samples.items()}
     return CalibrationContext(
         study.pool,
-        {task: append_views(drawn) if drawn.views else drawn for task, drawn in in_order.items()},
+        {task: append_views(sort_by_length(drawn)) for task, drawn in samples.items()},
         sites,
         base="base" if study.has_base else None,
         feature_budget=study.settings.feature_budget,

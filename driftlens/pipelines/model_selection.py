@@ -243,16 +243,18 @@ def without_labels(study: Study) -> dict[str, SampleSet]:
 
 
 def samples_to_judge(samples: SampleSet) -> SampleSet:
-    """Return held-out samples as models are judged on them: without answers, with an augmented copy of each.
+    """Return held-out samples as models are judged on them: without answers, by length, with a copy of each.
 
-    Copies halve the influence of samples that the experts were trained on. A spec without views (`none`) has none.
+    Augmented copies halve the influence of samples that the experts were trained on. A spec without views (`none`)
+    has none.
     """
     kind = "auto" if samples.views is None else samples.views.kind
+    bare = sort_by_length(samples.without_answers)
     try:
-        return append_views(replace(samples.without_answers, views=Views(kind=kind, seed=_JUDGING_SEED, copies=1)))
+        return append_views(replace(bare, views=Views(kind=kind, seed=_JUDGING_SEED, copies=1)))
     except DataError:
         # No augmentation fits these inputs.
-        return replace(samples.without_answers, views=None)
+        return replace(bare, views=None)
 
 
 class CombinedProgress(ProgressReporter):
@@ -567,7 +569,7 @@ class _HeldOutTrials:
         for task, samples in without_labels(study).items():
             held_out, fitted = fold_ranges(len(samples), task, parts=_NUM_PARTS)
             self._shown[task] = select_samples(samples, fitted)
-            judged[task] = samples_to_judge(sort_by_length(select_samples(samples, held_out)))
+            judged[task] = samples_to_judge(select_samples(samples, held_out))
         self.scorer = HeldOutScorer(study, judged)
         self._fitter = CandidateFitter(
             study,

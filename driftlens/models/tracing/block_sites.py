@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,10 @@ def _is_plain_convolution(module: nn.Module) -> bool:
     )
 
 
+# Norms by whether a trial call showed that they are over channels; a trial takes as long as a small batch.
+_tried_norms: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
 def _is_channel_norm(module: nn.Module) -> bool:
     """Return True for a norm over the channels of [n, c, h, w], found by a trial call."""
     if site_kind(module) in (None, "linear") or type(module).forward in (
@@ -74,14 +79,16 @@ def _is_channel_norm(module: nn.Module) -> bool:
         nn.RMSNorm.forward,
     ):
         return False
-    weight: Any = module.weight
-    # The extra axis of a norm of width 2 has length 3, so that it is not mistaken for the channels.
-    try:
-        module.forward(weight.new_zeros(1, len(weight), 1, 2 + (len(weight) == 2)))
-    # A norm over the last axis expects another width; which error it raises depends on the library.
-    except Exception:
-        return False
-    return True
+    if module not in _tried_norms:
+        weight: Any = module.weight
+        # The extra axis of a norm of width 2 has length 3, so that it is not mistaken for the channels.
+        try:
+            module.forward(weight.new_zeros(1, len(weight), 1, 2 + (len(weight) == 2)))
+            _tried_norms[module] = True
+        # A norm over the last axis expects another width; which error it raises depends on the library.
+        except Exception:
+            _tried_norms[module] = False
+    return _tried_norms[module]
 
 
 # Attributes with the number of channels that a module reads; norms without one have as many weights.

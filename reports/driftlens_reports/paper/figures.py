@@ -461,6 +461,8 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     name = "shares of the final drift"
     if plate.lacks(plate.figure, name, run, "layers", ["final_share"], [task], variants):
         return plate.finish(lead)
+    variants = plate.measured_variants(name, run, "final_share", task, variants)
+    plate.figure.set_figheight(height * len(variants))
     panels = plate.figure.subplots(len(variants), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for letter, axes, variant in zip("abcdefgh", panels, variants, strict=False):
         _draw_share_bars(plate, axes, run, letter, task, variant)
@@ -516,6 +518,7 @@ def _draw_amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     plate = _new_figure(run, options, options.width * (0.75 if options.is_single_column else 0.42))
     if plate.lacks(plate.figure, "amplification", run, "layers", ["amplification"], [task], variants):
         return plate.finish(lead)
+    variants = plate.measured_variants("amplification", run, "amplification", task, variants)
     # The head maps into another space, so its gain has another scale.
     body, head = plate.figure.subplots(1, 2, width_ratios=(1.0, 0.1))
     entries: dict[str, Artist] = {}

@@ -20,7 +20,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts.picking import ChartOptions, missing_data_message
 from driftlens_reports.charts.theme import variant_style
-from driftlens_reports.charts.words import shorten_middle
+from driftlens_reports.charts.words import shorten_middle, variant_title
 from driftlens_reports.paper.exhibit import (
     ExhibitOptions,
     ExhibitResult,
@@ -85,6 +85,27 @@ class PaperFigure:
         if missing:
             self.note_missing_panel(part.subplots(), name, missing)
         return bool(missing)
+
+    def measured_variants(
+        self, name: str, run: DriftRun, column: str, task: str, variants: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Return the variants with values in a column of the layers; record that the others are not shown.
+
+        Args:
+            name: what the figure shows.
+            run: the run.
+            column: of the table `layers`.
+            task: the task.
+            variants: the variants to choose from, of which one at least is measured.
+        """
+        measured = []
+        for variant in variants:
+            options = ChartOptions(tasks=[task], variants=[variant])
+            if missing := missing_data_message(run, options, "layers", [column]):
+                self.record_missing(f"{name} of {variant_title(variant)}", missing)
+            else:
+                measured.append(variant)
+        return tuple(measured)
 
     def note_missing_panel(self, axes: Axes, name: str, missing: str) -> None:
         """Replace a panel without data by the reason and the command that adds the data."""

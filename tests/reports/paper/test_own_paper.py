@@ -208,6 +208,17 @@ def test_shares_by_prefixes_that_were_not_measured_are_neither_drawn_nor_named(r
     assert "by swapping model prefixes" in drawn("contributions", run, task="mnist").text
 
 
+@pytest.mark.parametrize("name", ["contributions", "amplification"])
+def test_repairs_whose_drift_is_not_attributed_are_named_and_not_drawn(name: str, run: DriftRun) -> None:
+    copy, rows = open_run(run.path), run.layers()
+    columns = ["final_share", "prefix_share", "remainder_share", "amplification"]
+    rows.loc[rows["variant"] == "calibrated:residual", columns] = np.nan
+    copy._frames["layers"] = rows
+    shown = drawn(name, copy, task="mnist", calibrated="featcal,residual")
+    assert shown.figure is not None and {*shown.data["variant"]} == {"merged", "calibrated:featcal"}
+    assert "Residual" not in words(shown.figure) and "of Residual" in shown.text
+
+
 def test_amplification_has_whiskers_at_the_ends_of_its_intervals(run: DriftRun) -> None:
     shown = drawn("amplification", with_ends(run), task="mnist")
     rows = run.layers("mnist", "merged")

@@ -40,8 +40,8 @@ TITLES = {
 STARTS = {"base": "the base", "merged": "the merge", "average": "the average"}
 CALIBRATED = tuple(map(calibrated_variant, REPAIRS))
 CAPTIONS = {
-    "decomposition": "Drift by layer: local mismatch and propagation, merged and repaired",
-    "contributions": "Sources: the layers that the final drift comes from",
+    "decomposition": "Drift of {shown} by layer: local mismatch and propagation, merged and repaired",
+    "contributions": "Sources: the layers that the final drift of {shown} comes from",
     "scatter-grid": "Samples moving: final features of merged and repaired model, next to the experts'",
     "intro": "Features, drift by layer, and scores of all tasks with 95 % intervals",
 }
@@ -130,7 +130,7 @@ def scores_section(study: Study, results: Results) -> Iterator[str]:
     for task in study.tasks:
         by_model = (format_percent(average[model]["by_task"][task]["score"]) for model in MODELS)
         yield f"| `{task}` | {' | '.join(by_model)} |"
-    yield f"\n{picture(study, 'intro')}\n"
+    yield f"\n{picture(study, results, 'intro')}\n"
     yield "Other merges, of one draw:\n"
     yield f"| merge | model | {metric} | against the base | against the merge | against the average |"
     yield "|---|---|---|---|---|---|"
@@ -142,7 +142,7 @@ def drift_section(study: Study, results: Results) -> Iterator[str]:
     """Yield the layers where drift starts, with pictures."""
     yield "## Where drift starts\n"
     yield f"{sources_sentence(results)}\n"
-    yield from (f"{picture(study, name)}\n" for name in PICTURES[:-1])
+    yield from (f"{picture(study, results, name)}\n" for name in PICTURES[:-1])
 
 
 def checks_section(study: Study, results: Results) -> Iterator[str]:
@@ -256,9 +256,9 @@ def worse_tasks(results: Results, model: str) -> str:
     )
 
 
-def picture(study: Study, name: str) -> str:
+def picture(study: Study, results: Results, name: str) -> str:
     """Return the line that shows a picture of a study."""
-    return f"![{CAPTIONS[name]}](assets/studies/{study.name}-{name}.webp)"
+    return f"![{CAPTIONS[name].format(shown=results['shown'])}](assets/studies/{study.name}-{name}.webp)"
 
 
 def sources_sentence(results: Results) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import pathlib
 import shutil
@@ -46,6 +45,7 @@ AUTO = "calibrated:auto"
 UNREPAIRED = ("base", "expert", "merged")
 MODELS = (*UNREPAIRED, *(f"calibrated:{name}" for name in REPAIRS))
 PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
+OPTIONS = {"contributions": ExhibitOptions(calibrated=AUTO)}  # the only repair whose drift is attributed to layers
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
 RESULTS, REPEATED, SOURCES = "results.json", "repeated.json", "sources.json"
@@ -264,7 +264,7 @@ def measure_cell(study: Study, spec: Mapping[str, Any], merge: str, draw: int, f
             sources = {run.layer_name(layer): share.ends for layer, share in shares}
             write_json_atomic(folder / SOURCES, sources)
             for picture in PICTURES:
-                drawn = draw_exhibit(picture, [run], ExhibitOptions()).content("png")
+                drawn = draw_exhibit(picture, [run], OPTIONS.get(picture, ExhibitOptions())).content("png")
                 (folder / f"{picture}.png").write_bytes(drawn)
         models = {model: {task: measure_model(study, run, model, task) for task in study.tasks} for model in measured}
         for model in UNREPAIRED if known else ():
@@ -346,12 +346,13 @@ def results_of(
         "name": study.name,
         "title": study.title,
         "tests": len(measured["average", 0]["models"]["merged"][study.tasks[0]]["score"]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": run.manifest.finished.partition("T")[0],
         "machine": machine("cpu"),
         "versions": {name: run.manifest.versions.get(name, "") for name in ("torch", "transformers")},
         "seconds": seconds["spent"],
         "interrupted": seconds["interrupted"],
         "models": models,
+        "shown": ExhibitOptions().task_of(run),
         "chosen": {merge: cell["chosen"] for (merge, _), cell in measured.items() if "chosen" in cell},
         "sources": json.loads((folder / SOURCES).read_text(encoding="utf-8")),
         "checklist": (folder / "checklist.txt").read_text(encoding="utf-8"),

@@ -17,6 +17,7 @@ from benchmarks.studies import pages
 from benchmarks.studies.packages import archive_of, require_installed
 from benchmarks.studies.study import AUTO, MODELS, REPEATED, RESULTS, main, make_once
 from driftlens.results.formatting import format_percent
+from driftlens.runs.run import open_run
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.sentences import sentences
 
@@ -65,6 +66,8 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
     assert {*cells} == {*(f"average-{draw}" for draw in range(draws)), "task_arithmetic-0", "tsv_m-0"}
     with_auto = {f"{merge}-0" for merge in study.auto_for}
     assert all({*MODELS} - {*cell["models"]} == (set() if key in with_auto else {AUTO}) for key, cell in cells.items())
+    kinds = ("hf-decoder, LoRA adapters", "hf-decoder") if study.metric == "exact_match" else ("embeddings", "hf-auto")
+    assert open_run(kept / "runs" / "average-0").manifest.model_kinds == kinds
     assert {path.name for path in kept.glob("*.png")} == {
         f"{picture}.png" for picture in ("decomposition", "contributions", "scatter-grid", "intro")
     }
@@ -119,6 +122,13 @@ def test_unclear_repairs_begin_the_overview() -> None:
     assert "| average | FeatCal | clear loss on `topic`: -3.0 (-4.0 to -1.0) |\n" in worse
     said = "| average | residual calibration | no clear gain over the merge: +2.0 (-1.0 to +3.0) |"
     assert said in unclear and unclear.index(said) < unclear.index("residual calibration 0")
+
+
+def test_settings_that_were_compared_stand_side_by_side() -> None:
+    one, other = ({**fake_results(0.01), "settings": gains} for gains in ({"a": [0.01, 0, 0.02]}, {"b": [0, 0, 0]}))
+    lines = pages.overview({"one": {**one, "title": "One: four"}, "other": other}).splitlines()
+    place = lines.index("| setting | One | Toy |")
+    assert lines[place + 2 : place + 4] == ["| a | +1.0 (+0.0 to +2.0) | – |", "| b | – | +0.0 (+0.0 to +0.0) |"]
 
 
 def test_pages_are_made_from_the_stored_results() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, get_args
@@ -37,7 +37,7 @@ class MethodInfo:
     """Metadata of a calibrator or merge method, as `driftlens doctor --methods --json` prints it.
 
     Attributes:
-        suited: by loader the preset for its models, if it is not the first one.
+        suited: preset by kind of models; that of `""` is for all others.
         automatic: settings that can be chosen on held-out samples.
         swept: factors of published values that a sweep tries.
         of_base: swept settings that need a base.
@@ -59,9 +59,9 @@ class MethodInfo:
     effort: float = 1.0
     fewest: int = 0
 
-    def preset_for(self, loader: str) -> str | None:
-        """Return the published preset for models of a loader; None if the method has no presets."""
-        return self.suited.get(loader, next(iter(self.presets), None))
+    def preset_for(self, model_kinds: Sequence[str]) -> str | None:
+        """Return the preset for models of these kinds, of which the first counts most; None for the defaults."""
+        return next((self.suited[kind] for kind in (*model_kinds, "") if kind in self.suited), None)
 
 
 # Cached for all users: importing torch in the subprocess takes seconds, and methods do not change while it runs.
@@ -88,7 +88,7 @@ def show_calibration_form(
     blocked: bool,
     obstacle: str,
     exports: str | None,
-    loader: str = "",
+    model_kinds: Sequence[str] = (),
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[CalibrationRequest, bool]:
     """Show two buttons that repair, and a drawer of settings; return the request, and True if a button was pressed.
@@ -99,11 +99,11 @@ def show_calibration_form(
         blocked: True to disable all buttons.
         obstacle: why no calibration of the run can start; empty if one can.
         exports: start of the path of exported weights; None if they cannot be exported.
-        loader: loader of the run's models, which decides the preset.
+        model_kinds: kinds of the run's models, which decide the preset.
         counts: calibration samples by task.
     """
     default = available_methods()[DEFAULT_METHOD]
-    preset = default.preset_for(loader)
+    preset = default.preset_for(model_kinds)
     few = next((task for task, count in counts.items() if count < default.fewest), None)
     quick = best = False
     if place is not None:
@@ -114,7 +114,7 @@ def show_calibration_form(
                 icon=":material/tune:",
                 disabled=blocked or bool(obstacle),
                 key=_QUICK,
-                help=escape_markdown(f"With published settings: {_preset_label(preset or _OWN, default.presets)}."),
+                help=escape_markdown(f"Settings for such models: {_preset_label(preset or _OWN, default.presets)}."),
             )
             best = st.button(
                 "Find the best repair",
@@ -147,7 +147,9 @@ def show_calibration_form(
         )
         _suggest_name(chosen, taken)
         with st.form("calibrate", enter_to_submit=False):
-            fields, pressed = _show_request_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
+            fields, pressed = _show_request_fields(
+                chosen, model_kinds, blocked=blocked, may_export=exports is not None
+            )
     if quick or best:
         # The best one is named after its method.
         name = "" if best else next_free_name(DEFAULT_METHOD, taken)
@@ -157,21 +159,23 @@ def show_calibration_form(
     return CalibrationRequest(**fields), pressed
 
 
-def _show_request_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -> tuple[dict[str, Any], bool]:
+def _show_request_fields(
+    chosen: str, model_kinds: Sequence[str], *, blocked: bool, may_export: bool
+) -> tuple[dict[str, Any], bool]:
     """Show the fields of a calibration request; return their values and if the button was pressed."""
     method = available_methods()[chosen]
     fields: dict[str, Any] = {"method": chosen}
     fields["name"] = st.text_input(
         "Name", key="name", help="Letters, digits, - _ . The variant is called calibrated:NAME."
     ).strip()
-    presets = [_OWN, *sorted(method.presets, key=lambda name: name != method.preset_for(loader))]
+    presets = [_OWN, *sorted(method.presets, key=lambda name: name != method.preset_for(model_kinds))]
     preset = st.selectbox(
-        "Published settings",
+        "Preset",
         presets,
-        index=presets.index(method.preset_for(loader) or _OWN),
+        index=presets.index(method.preset_for(model_kinds) or _OWN),
         format_func=lambda name: _preset_label(name, method.presets),
         key=f"{chosen} preset",
-        help="Values from the paper or its code; fields below override them.",
+        help="Settings from the paper, its code or a study; fields below override them.",
     )
     fields["preset"] = None if preset == _OWN else preset
     published = method.presets.get(preset, {})

@@ -104,7 +104,7 @@ def calibrate_request(run: DriftRun, request: CalibrationRequest) -> JobRequest:
 def sweep_request(run: DriftRun) -> JobRequest:
     """Build the job request of a sweep of FeatCal's coefficients around their published values, one at a time."""
     method = available_methods()[DEFAULT_METHOD]
-    preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
+    preset = str(method.preset_for(run.manifest.model_kinds))
     words = ["--resume", f"--preset={preset}"]
     for name, factors in method.swept.items():
         if name not in method.of_base or "base" in run.variants:

@@ -45,6 +45,11 @@ CAPTIONS = {
     "scatter-grid": "Samples moving: final features of merged and repaired model, next to the experts'",
     "intro": "Features, drift by layer, and scores of all tasks with 95 % intervals",
 }
+LEARNED = (
+    "`embeddings`, for embedding models, found on MiniLM and checked on MPNet: `rho=3.0` and `alpha=0.5` of FeatCal, "
+    "`mu=0.9` of residual calibration.",
+)
+"""Presets that studies led to."""
 SHOWN = 0.0005
 """Half of the last digit of a share: an interval that ends nearer to 0 is written as one that ends there."""
 Results = Mapping[str, Any]
@@ -340,6 +345,8 @@ def overview(stored: Mapping[str, Results]) -> str:
         *(f"- `{task}`: {about}" for task, about in ABOUT_TASKS.items()),
         "",
         "The experts are not published: the commands on each study's page train them again, with stated seeds.",
+        "",
+        *learned_lines(stored),
     ]
     return "\n".join(lines) + "\n"
 
@@ -354,6 +361,30 @@ def count_lines(stored: Mapping[str, Results]) -> Iterator[str]:
         f"Studies in which the repaired average is clearly better than base and merge, of {len(stored)}: "
         f"{join_names(counts)}."
     )
+
+
+def learned_lines(stored: Mapping[str, Results]) -> Iterator[str]:
+    """Yield a table of settings by study, and the presets that follow from it."""
+    compared = {name: results["settings"] for name, results in stored.items() if "settings" in results}
+    if not compared:
+        return
+    yield "## What was learned"
+    yield ""
+    yield (
+        "Gains of settings over the defaults, in percentage points of the main score of the first draw's average (a "
+        "dash: not run). A setting becomes a preset if it is clearly better on one study and not clearly worse on another:"
+    )
+    yield ""
+    yield from (f"- {preset}" for preset in LEARNED)
+    yield ""
+    yield f"| setting | {' | '.join(stored[name]['title'].partition(':')[0] for name in compared)} |"
+    yield f"|---{'|---' * len(compared)}|"
+    for setting in dict.fromkeys(setting for of_study in compared.values() for setting in of_study):
+        gains = (of_study.get(setting) for of_study in compared.values())
+        cells = ("–" if ends is None else format_estimate(Interval(*ends), "points") for ends in gains)
+        yield f"| {setting} | {' | '.join(cells)} |"
+    yield ""
+    yield "`python -m benchmarks.studies.settings NAME kept` measures them in the folder of a study."
 
 
 def overview_rows(name: str, results: Results) -> Iterator[str]:

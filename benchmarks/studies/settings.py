@@ -2,24 +2,24 @@
 
 KEPT is the folder of a study whose first draw is measured, and whose calibrations have the defaults. The settings are
 fitted to the same texts. A setting that is clearly better here becomes a default or a preset only if it is not worse on
-another study. `--only` takes the numbers of settings, which are counted from 1 for each method.
+another study. `--only` takes the numbers of settings, which are counted from 1 for each method. Finished ones are kept,
+and written to `settings.json`, from which `benchmarks.studies.pages` writes a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import pathlib
 import shutil
-import time
 from typing import Any
-
-import numpy as np
 
 import driftlens as dl
 from benchmarks.repairs import paired_change
-from benchmarks.studies.study import measure_model
+from benchmarks.studies.study import COMPARED, measure_model
 from driftlens.results.formatting import format_estimate
+from driftlens.utils.files import write_json_atomic
 from driftlens.utils.variants import calibrated_variant
 
 VIEWS = "views"
@@ -38,7 +38,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def main() -> None:
-    """Calibrate with each setting and print its gain over the method's default, and its CPU time."""
+    """Calibrate with each setting, and write its gain over the method's default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the study's module")
     parser.add_argument("kept", type=pathlib.Path)
@@ -48,14 +48,14 @@ def main() -> None:
     place = arguments.kept / "runs" / "settings"
     if not place.exists():
         shutil.copytree(arguments.kept / "runs" / "average-0", place)
-    run = dl.open_run(place)
-    print("| method | settings | gain over the default, points | drift | seconds |\n|---|---|---|---|---|")
+    run, file = dl.open_run(place), arguments.kept / COMPARED
+    compared = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for method, each in SETTINGS.items():
         default = {task: measure_model(study, run, calibrated_variant(method), task) for task in study.tasks}
         for number, settings in enumerate(each, start=1):
             if arguments.only and f"{method}:{number}" not in arguments.only:
                 continue
-            started, name = time.process_time(), f"{method}-setting-{number}"
+            name = f"{method}-setting-{number}"
             parameters = {key: value for key, value in settings.items() if key != VIEWS}
             views = {key: value for key, value in settings.items() if key == VIEWS}
             run = dl.calibrate(
@@ -69,11 +69,11 @@ def main() -> None:
                 progress="none",
             )
             found = {task: measure_model(study, run, calibrated_variant(name), task) for task in study.tasks}
-            gain = format_estimate(paired_change([{"from": default, "to": found}], "from", "to", "score"), "points")
-            drift = np.mean([found[task]["drift"] for task in study.tasks])
-            written = ", ".join(f"{key}={value}" for key, value in settings.items())
-            spent = time.process_time() - started
-            print(f"| {method} | {written} | {gain} | {drift:.3f} | {spent:.0f} |", flush=True)
+            gain = paired_change([{"from": default, "to": found}], "from", "to", "score")
+            written = ", ".join(f"`{key}={value}`" for key, value in settings.items()).replace("'", "")
+            compared[f"`{method}`: {written}"] = gain.ends
+            write_json_atomic(file, compared)
+            print(f"{method}, {written}: {format_estimate(gain, 'points')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ PICTURES = ("decomposition", "contributions", "scatter-grid", "intro")
 OPTIONS = {"contributions": ExhibitOptions(calibrated=AUTO)}  # the only repair whose drift is attributed to layers
 SAVED = ("merged", "calibrated:residual")
 """Models of the first merge and draw that the base's own library scores from their saved folders."""
-RESULTS, REPEATED, SOURCES = "results.json", "repeated.json", "sources.json"
+RESULTS, REPEATED, SOURCES, COMPARED = "results.json", "repeated.json", "sources.json", "settings.json"
 JACOBIAN = {"samples": 8, "nodes": 2, "max_nodes": 8, "tolerance": 1e-2}
 """Attribution of the first cell's drift to layers: texts per task, and nodes of the integrals."""
 NUM_DIAGNOSIS, FEW_DIAGNOSIS = 64, 16  # texts per task whose drift is measured: of the first cell, and of the others
@@ -138,8 +138,9 @@ def main(study: Study, words: Sequence[str] | None = None) -> None:
     measured = {cell: measure_cell(study, spec, *cell, folder) for cell in cells}
     settings = {name: getattr(arguments, name) for name in ("steps", "samples", "draws")}
     found = {**settings, "library": confirm(study, texts, arguments)}
-    if (folder / REPEATED).exists():
-        found["repeated"] = json.loads((folder / REPEATED).read_text(encoding="utf-8"))
+    for name, file in (("repeated", folder / REPEATED), ("settings", folder / COMPARED)):
+        if file.exists():
+            found[name] = json.loads(file.read_text(encoding="utf-8"))
     write_json_atomic(folder / RESULTS, results_of(study, measured, folder) | found)
     print(f"`python -m benchmarks.studies.pages {folder}` writes the page of {folder / RESULTS}")
 

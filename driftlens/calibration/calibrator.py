@@ -39,8 +39,8 @@ class Calibrator:
     Attributes:
         title: the name in reports.
         source: the paper.
-        presets: published settings by name; missing settings keep their defaults.
-        suited: loader of models -> the preset for it, if that is not the first one.
+        presets: tried settings by name; missing settings keep their defaults.
+        suited: kind of models (`Manifest.model_kinds`) -> the preset for it; that of `""` is for all others.
         candidates: settings that `--auto` compares with the current ones.
         with_views: defaults of settings if calibration samples have views.
         swept: setting -> factors of its published value that a sweep tries, within its bounds.
@@ -62,6 +62,11 @@ class Calibrator:
     effort: ClassVar[float] = 1.0
     takes_sites: ClassVar[bool] = True
     update: Sequence[str] = ()
+
+    @classmethod
+    def preset_for(cls, model_kinds: Sequence[str]) -> str | None:
+        """Return the preset for models of these kinds, of which the first counts most; None for the defaults."""
+        return next((cls.suited[kind] for kind in (*model_kinds, "") if kind in cls.suited), None)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the constructor's arguments and their values; `deep` has no effect."""

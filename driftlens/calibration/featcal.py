@@ -32,6 +32,7 @@ from driftlens.linalg.ridge import (
 from driftlens.models.chain import Parameters, Site
 from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import Bounds, Label
+from driftlens.utils.variants import EMBEDDINGS
 
 
 @torch.no_grad()
@@ -278,7 +279,7 @@ def _norm_objective(
 Update = Literal["linear", "bias", "norm"]
 UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")
 
-# Parameters of `FeatCal` by preset; missing ones keep their defaults.
+# Parameters of `FeatCal` by preset, as published but for the last one; missing ones keep their defaults.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The paper's text, all CLIP suites; also the defaults of `FeatCal`.
@@ -295,6 +296,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "flan-t5": {"lam": 1e-5, "rho": 2.0, "alpha": 0.6, "update": ("linear", "bias")},
         "llama-3b": {"lam": 1e-5, "rho": 0.5, "alpha": 0.15, "update": ("linear",)},
         "llama-8b": {"lam": 3.0, "rho": 0.5, "alpha": 0.15, "update": ("linear",)},
+        # Found on MiniLM's experts and checked on MPNet's (docs/studies.md).
+        "embeddings": {"lam": 0.05, "rho": 3.0, "alpha": 0.5},
     }
 )
 
@@ -324,6 +327,8 @@ class FeatCal(ClosedFormBase):
     source = "arXiv:2605.13030"
     presets = PRESETS
     suited: ClassVar[Mapping[str, str]] = {
+        "": "paper-clip",
+        EMBEDDINGS: "embeddings",
         **dict.fromkeys(("hf-t5", "hf-seq2seq"), "flan-t5"),
         **dict.fromkeys(("hf-decoder", "hf-vlm"), "llama-3b"),
     }

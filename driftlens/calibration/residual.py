@@ -18,6 +18,7 @@ from driftlens.engine.sequential import StepwiseCalibrator
 from driftlens.linalg.ridge import BIAS_INPUT, RidgeChoice, choose_ridges, solve_residual, sum_moments
 from driftlens.utils.errors import SingularGramError, SpecError
 from driftlens.utils.registry import Bounds, Label
+from driftlens.utils.variants import EMBEDDINGS
 
 
 @torch.no_grad()
@@ -123,6 +124,9 @@ class ResidualCal(StepwiseCalibrator, Calibrator):
     """
 
     title = "Residual calibration"
+    # Found on MiniLM's experts and checked on MPNet's (docs/studies.md).
+    presets = MappingProxyType({"embeddings": MappingProxyType({"mu": 0.9})})
+    suited = MappingProxyType({EMBEDDINGS: "embeddings"})
     candidates = ({}, {"mu": 0.9})
     with_views = MappingProxyType({"mu": 0.9})
     effort = 3.4

@@ -91,7 +91,7 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
     from driftlens.utils.registry import setting_schemas, settings_model
 
     catalog: dict[str, dict[str, Any]] = {"calibrators": {}, "merge_methods": {}, "loaders": {}}
-    # Those with published settings first.
+    # Those with presets first.
     for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets):
         settings = setting_schemas(settings_model(kind))
         compared = kind.presets if kind.candidates else {}

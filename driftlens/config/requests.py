@@ -240,7 +240,7 @@ class CalibrationRequest(Request):
         "Name; the variant is called calibrated:NAME.", "", unset="the method's name"
     )
     method: Text | None = _option_field("A registered calibrator.", unset=DEFAULT_METHOD)
-    preset: Text | None = _option_field("Published settings; see `driftlens doctor --methods`.")
+    preset: Text | None = _option_field("Settings of a paper or study; see `driftlens doctor --methods`.")
     parameters: dict[str, Any] = _method_settings_field("Method setting, such as lam=0.05; repeatable.")
     samples: Count | None = _option_field("Calibration samples per task.", unset="the spec's")
     views: ViewsSetting = _option_field(
@@ -312,7 +312,7 @@ class SweepRequest(Request, title="sweep"):
         metavar="A,B:key=value,...",
         read=parse_methods,
     )
-    preset: Text | None = _option_field("Published settings for what is not varied.")
+    preset: Text | None = _option_field("Settings of a paper or study for what is not varied.")
     samples: Count | None = _option_field("Calibration samples per task.", unset="the spec's")
     resume: Flag = _option_field("Skip finished points.", False)
     replace: Flag = _option_field("Replace earlier sweeps of the same factors.", False)

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import pathlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -66,7 +66,7 @@ from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError
 from driftlens.utils.files import expand_home
 from driftlens.utils.registry import resolve_settings
-from driftlens.utils.variants import METRICS, baseline_variant, expert_name, safe_file_name, task_of_expert
+from driftlens.utils.variants import ADAPTERS, METRICS, baseline_variant, expert_name, safe_file_name, task_of_expert
 
 if TYPE_CHECKING:
     from driftlens.config.spec import RunSpec
@@ -95,6 +95,10 @@ class OpenModels:
     def base(self) -> StateSource | None:
         """The base under its own key names; None without one."""
         return self.stored.get("base")
+
+    def have_adapters(self, tasks: Iterable[str]) -> bool:
+        """Return True if the experts of all tasks are LoRA adapters."""
+        return all(isinstance(self.stored.get(expert_name(task)), LoraSource) for task in tasks)
 
     @property
     def save_template(self) -> StateSource:
@@ -153,6 +157,7 @@ def build_study(
         provenance=models.origins,
         architecture={
             **models.architecture.source_info,
+            **({"experts": ADAPTERS} if models.have_adapters(data) else {}),
             **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
         },
         preprocessing="" if preprocess is None else preprocess.backend,

@@ -36,7 +36,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         method: name of a calibrator, see `driftlens doctor --methods`.
         merge: the merging method, as an object or a mapping with `_target_`; Task Arithmetic at 0.3 by default. A
             pool with a model `_merged_` is not merged again.
-        preset: published settings of the calibrator.
+        preset: name of settings of the calibrator.
         settings: settings of the calibrator, merged over the preset.
         samples: calibration samples per task, from the pool's training sets.
         out: the run directory, which must not exist.

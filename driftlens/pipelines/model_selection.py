@@ -542,7 +542,8 @@ def _is_different_calibrator(one: Calibrator, other: Calibrator) -> bool:
 
 def _candidate_title(name: str, calibrator: Calibrator, start: Calibrator) -> str:
     kind, method, preset = type(calibrator), registered_method(calibrator), matching_preset(calibrator)
-    if preset:
+    # What a method declares is told by its settings: their preset may be for another kind of models.
+    if preset and not name.startswith(method):
         return f"{method} ({preset})"
     reference = (start if kind is type(start) and name != "start" else kind()).get_params()
     changed = [f"{key} {value}" for key, value in calibrator.get_params().items() if value != reference[key]]

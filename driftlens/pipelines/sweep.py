@@ -440,8 +440,8 @@ def compare_methods(
 ) -> dict[str, str]:
     """Calibrate a run by every method on the same samples; finished calibrations are kept.
 
-    A method's own settings override the spec's `calibration` section for the same method, or else the preset published
-    for models of the run's kind.
+    A method's own settings override the spec's `calibration` section for the same method, or else the preset for models
+    of the run's kind.
 
     Args:
         run: gains one calibration per method.
@@ -452,15 +452,13 @@ def compare_methods(
     Returns:
         The error messages of methods that failed, by name.
     """
-    # Published presets differ by the kind of model that they were tuned on.
-    loader = str(open_run(run).manifest.architecture.get("loader"))
+    kinds = open_run(run).manifest.model_kinds
     section = None
     if context.live is None:
         section = load_run_spec(pathlib.Path(run)).calibration
 
     def _calibrate_by_method(method: NamedMethod) -> DriftRun:
-        kind = calibrators[method.method]
-        preset = kind.suited.get(loader, next(iter(kind.presets), None))
+        preset = calibrators[method.method].preset_for(kinds)
         if section is not None and section.method == method.method and (section.preset or section.parameters):
             preset = None
         request = _calibration_request(method, preset=preset, samples=samples, resume=True, attribution=False)

@@ -27,7 +27,7 @@ from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer_schema
 from driftlens.utils.errors import RunError, RunLockedError, wrap_library_error
 from driftlens.utils.files import parse_json, regular_file, write_text_atomic
 from driftlens.utils.registry import installed_plugins, package_and_version
-from driftlens.utils.variants import safe_file_name
+from driftlens.utils.variants import ADAPTERS, EMBEDDINGS, safe_file_name
 
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"
@@ -203,7 +203,7 @@ class Manifest:
         drawn_by: further rule that decides which samples are taken; empty in older runs.
         unfinished: variants whose rows are still being written or removed; readers hide them.
         architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads); for
-            language models also the tokenizer's digest and how rows are cut.
+            language models also the tokenizer's digest and how rows are cut; `experts` if all are LoRA adapters.
         preprocessing: the code that made inputs of images or texts.
         models: by variant; experts as `expert:TASK`.
         changes: fields of `ModelChange` by expert; empty without a base, for live models and in older runs.
@@ -258,6 +258,14 @@ class Manifest:
     pinned: str = ""
     attached: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+
+    @property
+    def model_kinds(self) -> tuple[str, ...]:
+        """The kinds of its models that presets of calibrators suit, the narrowest first: the loader is the last."""
+        loader = str(self.architecture.get("loader", ""))
+        embeds, adapted = "embedding" in self.architecture, self.architecture.get("experts") == ADAPTERS
+        return (*[EMBEDDINGS] * embeds, *[f"{loader}, {ADAPTERS}"] * adapted, loader)
+
     notices: Sequence[str] = ()
 
 

@@ -15,6 +15,10 @@ from driftlens.utils.registry import ANY, Range
 
 Part = Literal["base", "expert", "merged", "calibrated", "baseline"]
 
+# Kinds of models that presets suit, next to loaders.
+EMBEDDINGS = "embeddings"
+ADAPTERS = "LoRA adapters"
+
 _ANCHOR = "-anchor"
 # Also underscores that could be read as a colon, and leading dots: names map to files one to one, and no name
 # leaves its folder.

@@ -136,6 +136,7 @@ def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path
         "flan-t5: lam 1e-05, rho 2, alpha 0.6",
         "llama-3b: lam 1e-05, rho 0.5, alpha 0.15",
         "llama-8b: lam 3, rho 0.5, alpha 0.15",
+        "embeddings: lam 0.05, rho 3, alpha 0.5",
     ]
     fields = [*app.number_input, *app.selectbox, *app.multiselect, *app.text_input]
     assert {f"featcal.{name}" for name in entry["settings"]} <= {field.key for field in fields}

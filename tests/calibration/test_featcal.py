@@ -62,7 +62,7 @@ def test_without_a_base_the_anchor_can_only_be_the_merged_model() -> None:
     FeatCal(rho=2.0, anchor="none").check(has_base=False)
 
 
-def test_presets_are_the_published_settings() -> None:
+def test_presets_are_the_published_settings_and_that_of_the_studies() -> None:
     shown = {name: tuple(PRESETS[name][key] for key in ("lam", "rho", "alpha")) for name in PRESETS}
     assert shown == {
         "paper-clip": (0.05, 2.0, 0.3),
@@ -70,10 +70,13 @@ def test_presets_are_the_published_settings() -> None:
         "flan-t5": (1e-5, 2.0, 0.6),
         "llama-3b": (1e-5, 0.5, 0.15),
         "llama-8b": (3.0, 0.5, 0.15),
+        "embeddings": (0.05, 3.0, 0.5),
     }
     for name in PRESETS:
         FeatCal(**PRESETS[name]).check()
     assert FeatCal(**PRESETS["paper-clip"]).get_params() == FeatCal().get_params()
+    kinds = (("open-clip",), ("hf-t5",), ("hf-decoder",), ("embeddings", "hf-auto"))
+    assert [*map(FeatCal.preset_for, kinds)] == ["paper-clip", "flan-t5", "llama-3b", "embeddings"]
     with refusing(SpecError, match="paper-clipp", hint="paper-clip"):
         preset_settings("featcal", "paper-clipp", {})
 

@@ -147,6 +147,7 @@ def test_scores_of_embeddings_stand_in_the_verdict_with_intervals_of_changes(
         row = table.loc[(task, "calibrated:featcal")]
         assert row["metric"] == metric and row["low"] <= row["score"] <= row["high"]
     assert run.layers()["closure_error"].max() < 1e-4
+    assert run.manifest.model_kinds == ("embeddings", "hf-encoder")
     card = (folder / "saved" / "README.md").read_text()
     for word in ("library_name: sentence-transformers", r"| ndcg\@10 |"):
         assert word in card

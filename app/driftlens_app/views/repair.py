@@ -93,7 +93,7 @@ def show() -> None:
             blocked=blocked,
             obstacle=reason,
             exports=None if settings.is_single_run else str(run.path),
-            loader=run.manifest.architecture.get("loader", ""),
+            model_kinds=run.manifest.model_kinds,
             counts={task: len(ids) for task, ids in run.manifest.sample_ids.get("calibration", {}).items()},
         )
         if pressed:
@@ -263,7 +263,7 @@ def _show_method_comparison(run: DriftRun, *, blocked: bool) -> None:
             format_func=lambda name: calibrators[name].title,
             key="arena-methods",
             width=760,
-            help="Each with its published settings; those that are left out at first take minutes and more.",
+            help="Each with its preset or defaults; those that are left out at first take minutes and more.",
         )
         if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):
             start_and_rerun(compare_methods_request(run, chosen))

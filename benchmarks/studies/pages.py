@@ -174,6 +174,11 @@ def repeat_section(study: Study, results: Results) -> Iterator[str]:
     )
 
 
+def short_title(results: Results) -> str:
+    """Return the name of a study's base."""
+    return str(results["title"].partition(":")[0])
+
+
 def rows_of(results: Results, merge: str) -> dict[str, Results]:
     """Return the rows of a merge by model."""
     return {row["model"]: row for row in results["models"] if row["merge"] == merge}
@@ -234,7 +239,7 @@ def unclear_lines(studies: Sequence[Results]) -> Iterator[str]:
     """Yield what begins a page: the repairs that are not clearly better than base, merge and average, or worse."""
     rows = []
     for results in studies:
-        of_study = [results["title"].partition(":")[0]] if len(studies) > 1 else []
+        of_study = [short_title(results)] if len(studies) > 1 else []
         for merge in merges_of(results):
             for model in repairs_of(results, merge):
                 of_repair = [*of_study, TITLES[merge], TITLES[model]]
@@ -377,7 +382,7 @@ def learned_lines(stored: Mapping[str, Results]) -> Iterator[str]:
     yield ""
     yield from (f"- {preset}" for preset in LEARNED)
     yield ""
-    yield f"| setting | {' | '.join(stored[name]['title'].partition(':')[0] for name in compared)} |"
+    yield f"| setting | {' | '.join(short_title(stored[name]) for name in compared)} |"
     yield f"|---{'|---' * len(compared)}|"
     for setting in dict.fromkeys(setting for of_study in compared.values() for setting in of_study):
         gains = (of_study.get(setting) for of_study in compared.values())
@@ -396,7 +401,7 @@ def overview_rows(name: str, results: Results) -> Iterator[str]:
             is_clear = model in repairs_of(results, merge) and not unclear_gains(results, model, merge)
             shown = format_percent(rows[model]["score"][0]) if model in rows else "–"
             cells.append(f"**{shown}**" if is_clear else shown)
-        study = f"[{results['title'].partition(':')[0]}](study-{name}.md)"
+        study = f"[{short_title(results)}](study-{name}.md)"
         yield f"| {study} | {TITLES[merge]} | {' | '.join(cells)} |"
 
 

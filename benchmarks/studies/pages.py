@@ -377,7 +377,8 @@ def learned_lines(stored: Mapping[str, Results]) -> Iterator[str]:
     yield ""
     yield (
         "Gains of settings over the defaults, in percentage points of the main score of the first draw's average (a "
-        "dash: not run). A setting becomes a preset if it is clearly better on one study and not clearly worse on another:"
+        "dash: not run). A setting becomes a preset if it is clearly better on one study and not clearly worse on "
+        "another:"
     )
     yield ""
     yield from (f"- {preset}" for preset in LEARNED)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype, parse_layers
 from driftlens.utils.errors import SpecError, pluralize
 from driftlens.utils.registry import Schema, allowed_values_text, setting_choices, value_schema
-from driftlens.utils.variants import next_free_name
+from driftlens.utils.variants import next_free_name, suited_preset
 from driftlens_app.processes import run_json_command
 from driftlens_app.settings import Settings
 from driftlens_app.show import escape_except_code, escape_markdown, show_note
@@ -61,7 +61,7 @@ class MethodInfo:
 
     def preset_for(self, model_kinds: Sequence[str]) -> str | None:
         """Return the preset for models of these kinds, of which the first counts most; None for the defaults."""
-        return next((self.suited[kind] for kind in (*model_kinds, "") if kind in self.suited), None)
+        return suited_preset(self.suited, model_kinds)
 
 
 # Cached for all users: importing torch in the subprocess takes seconds, and methods do not change while it runs.
@@ -168,11 +168,12 @@ def _show_request_fields(
     fields["name"] = st.text_input(
         "Name", key="name", help="Letters, digits, - _ . The variant is called calibrated:NAME."
     ).strip()
-    presets = [_OWN, *sorted(method.presets, key=lambda name: name != method.preset_for(model_kinds))]
+    suited = method.preset_for(model_kinds)
+    presets = [_OWN, *sorted(method.presets, key=lambda name: name != suited)]
     preset = st.selectbox(
         "Preset",
         presets,
-        index=presets.index(method.preset_for(model_kinds) or _OWN),
+        index=presets.index(suited or _OWN),
         format_func=lambda name: _preset_label(name, method.presets),
         key=f"{chosen} preset",
         help="Settings from the paper, its code or a study; fields below override them.",

@@ -30,7 +30,7 @@ from driftlens.models.chain import Layer
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError, did_you_mean
 from driftlens.utils.registry import Registry, resolve_settings, settings_model
-from driftlens.utils.variants import expert_name
+from driftlens.utils.variants import expert_name, suited_preset
 
 
 class Calibrator:
@@ -66,7 +66,7 @@ class Calibrator:
     @classmethod
     def preset_for(cls, model_kinds: Sequence[str]) -> str | None:
         """Return the preset for models of these kinds, of which the first counts most; None for the defaults."""
-        return next((cls.suited[kind] for kind in (*model_kinds, "") if kind in cls.suited), None)
+        return suited_preset(cls.suited, model_kinds)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the constructor's arguments and their values; `deep` has no effect."""

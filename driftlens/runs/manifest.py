@@ -258,6 +258,7 @@ class Manifest:
     pinned: str = ""
     attached: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+    notices: Sequence[str] = ()
 
     @property
     def model_kinds(self) -> tuple[str, ...]:
@@ -265,8 +266,6 @@ class Manifest:
         loader = str(self.architecture.get("loader", ""))
         embeds, adapted = "embedding" in self.architecture, self.architecture.get("experts") == ADAPTERS
         return (*[EMBEDDINGS] * embeds, *[f"{loader}, {ADAPTERS}"] * adapted, loader)
-
-    notices: Sequence[str] = ()
 
 
 _PACKAGES = (

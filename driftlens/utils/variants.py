@@ -27,6 +27,16 @@ _UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
 LONGEST_FILE_NAME = 240
 
 
+def suited_preset(suited: Mapping[str, str], model_kinds: Iterable[str]) -> str | None:
+    """Return the preset for models of these kinds, of which the first counts most; None for the defaults.
+
+    Args:
+        suited: preset by kind of models; that of `""` is for all others.
+        model_kinds: see `Manifest.model_kinds`.
+    """
+    return next((suited[kind] for kind in (*model_kinds, "") if kind in suited), None)
+
+
 def variant_kind(variant: str) -> Part:
     """Return the kind of a variant: base, expert, merged, calibrated or baseline."""
     part = variant.partition(":")[0]

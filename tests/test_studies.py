@@ -53,43 +53,47 @@ def test_a_study_runs_whole_and_continues_where_it_was_stopped(
         sentences(base, 0, family=family, pooling=pooling)
     texts = write_toy_texts(tmp_path / "texts", tuple(study.tasks))
     words = [*("--folder", str(tmp_path / "kept")), *("--base", str(base)), *("--texts", str(texts))]
-    draws = 2 if name in ("minilm", "smollm") else 1  # one of each kind suffices: their steps are the same
+    is_repeated = name == "minilm"  # one suffices: the steps are those of all studies
+    draws = 2 if is_repeated else 1
     words += [*("--steps", "2"), *("--samples", "8"), *("--draws", str(draws))]
     scores_by_library = study.metric == "exact_match" or importlib.util.find_spec("sentence_transformers")
-    if scores_by_library:
-        main(study, words)
-    else:
-        with pytest.raises(SystemExit, match="the package sentence-transformers is not installed"):
+
+    def run_study() -> None:
+        if scores_by_library:
             main(study, words)
+        else:
+            with pytest.raises(SystemExit, match="the package sentence-transformers is not installed"):
+                main(study, words)
+
+    run_study()
     kept = tmp_path / "kept"
     cells = {file.stem: json.loads(file.read_text()) for file in (kept / "cells").iterdir()}
     assert {*cells} == {*(f"average-{draw}" for draw in range(draws)), "task_arithmetic-0", "tsv_m-0"}
     with_auto = {f"{merge}-0" for merge in study.auto_for}
     assert all({*MODELS} - {*cell["models"]} == (set() if key in with_auto else {AUTO}) for key, cell in cells.items())
-    kinds = ("hf-decoder, LoRA adapters", "hf-decoder") if study.metric == "exact_match" else ("embeddings", "hf-auto")
-    assert open_run(kept / "runs" / "average-0").manifest.model_kinds == kinds
+    kind = "hf-decoder, LoRA adapters" if study.metric == "exact_match" else "embeddings"
+    assert open_run(kept / "runs" / "average-0").manifest.model_kinds == (kind, study.loader)
     assert {path.name for path in kept.glob("*.png")} == {
         f"{picture}.png" for picture in ("decomposition", "contributions", "scatter-grid", "intro")
     }
-    if not scores_by_library:
-        return
-    if draws > 1:  # a killed study continues: what a cell lacks is measured again, and equals what it was
+    if is_repeated:  # a killed study continues: what it lacks is made again, and equals what it was
         lost = [kept / "cells" / f"{cell}-0.json" for cell in ("average", "tsv_m")]
         before = [cell.read_text() for cell in lost]
         for cell in lost:
             cell.unlink()
         shutil.rmtree(kept / "experts" / study.tasks[0])
         capsys.readouterr()
-        main(study, words)
+        run_study()
         made = capsys.readouterr().out
         assert f"made {study.tasks[0]}\n" in made and f"made {study.tasks[1]}\n" not in made
         assert [cell.read_text() for cell in lost] == before
+        main(study, [*words, "--folder", str(tmp_path / "again"), "--repeat", str(kept)])
+        assert json.loads((kept / REPEATED).read_text()) == {"score": 0, "second": 0, "drift": 0}
+    if not scores_by_library:
+        return
     results = json.loads((kept / RESULTS).read_text())
     for model_task, (ours, theirs) in results["library"].items():
         assert ours == pytest.approx(theirs, abs=1e-9), model_task
-    if name == "smollm":  # one suffices: the steps are those of all studies
-        main(study, [*words, "--folder", str(tmp_path / "again"), "--repeat", str(kept)])
-        assert json.loads((kept / REPEATED).read_text()) == {"score": 0, "second": 0, "drift": 0}
     monkeypatch.setattr(pages, "STORED", tmp_path / "stored")
     monkeypatch.setattr(pages, "DOCS", tmp_path)
     pages.main([str(kept)])

@@ -401,23 +401,96 @@ def generate(
         batch_size: questions per forward pass.
     """
     answers: list[str] = []
-    is_decoder = reader.form == "decoder"
-    # Answers of an encoder-decoder have their own positions; a decoder's share those of the question, which is cut.
-    if not is_decoder:
-        max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader._answer_prefix_tokens)))
     with _greedy_search_settings(module, reader, max_new_tokens) as settings:
         for start in range(0, len(inputs), batch_size):
-            questions = inputs[start : start + batch_size]
-            if is_decoder:
-                batch = reader._left_padded_batch(questions, [()] * len(questions), spare=max_new_tokens)
-            else:
-                batch = reader(_samples_without_answers(questions))
-                del batch["decoder_attention_mask"]
-            whole: Tensor = module.generate(**move_to_module(module, batch), generation_config=settings)
-            skipped = batch["input_ids" if is_decoder else "decoder_input_ids"].shape[1]
-            for row in whole[:, skipped:].tolist():
-                end = next((place for place, token in enumerate(row) if token in reader.ends), len(row))
-                answers.append(reader.decode(row[:end]).strip())
+            answers += _generate_batch(module, reader, inputs[start : start + batch_size], settings)
+    return answers
+
+
+def generate_with_likelihoods(
+    module: Any, reader: TextProcessor, questions: Sequence[Any], max_new_tokens: int, targets: Sequence[str]
+) -> tuple[list[str], Tensor, Tensor]:
+    """Return greedy answers, and log-likelihoods [n] in nat of targets with their numbers of tokens [n].
+
+    The results are those of `generate` and `log_likelihoods`, at half the cost: while a model writes the target
+    itself, generation has the scores of its tokens, in float32. The other targets are read after it.
+
+    Args:
+        module: the library's model.
+        reader: its reader of texts.
+        questions: one batch.
+        max_new_tokens: limit of an answer's tokens, its end token included.
+        targets: one for each question.
+    """
+    ends = () if reader.form == "decoder" or reader.end_token is None else (reader.end_token,)
+    written = _WrittenTargets([(*reader.answer_tokens(target), *ends) for target in targets])
+    with _greedy_search_settings(module, reader, max_new_tokens) as settings:
+        answers = _generate_batch(module, reader, questions, settings, written)
+    sums, counts = written.sums.cpu(), written.counts.double()
+    if others := (~written.complete).nonzero()[:, 0].tolist():
+        computed, _ = log_likelihoods(
+            module, reader, [questions[row] for row in others], [[targets[row]] for row in others]
+        )
+        sums[others] = computed[:, 0]
+    return answers, sums, counts
+
+
+class _WrittenTargets:
+    """Sum the log-likelihoods of target tokens during generation, of each row as long as it writes its target.
+
+    Attributes:
+        counts: the numbers of tokens of the targets [n].
+        sums: log-likelihoods of the target tokens so far [n].
+        complete: rows whose sum is that of the whole target [n].
+    """
+
+    def __init__(self, targets: Sequence[Sequence[int]]) -> None:
+        self._tokens = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in targets], batch_first=True)
+        self.counts = torch.tensor([*map(len, targets)])
+        self.sums = torch.zeros(len(targets), dtype=torch.float64)
+        self.complete = torch.zeros(len(targets), dtype=torch.bool)
+        self._is_equal = ~self.complete
+        self._step = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Read the scores [n, vocabulary] of the next tokens after ids [n, t], and return them unchanged."""
+        step, self._step = self._step, self._step + 1
+        if step >= self._tokens.shape[1]:
+            return scores
+        if step:
+            self._is_equal &= ids[:, -1].cpu() == self._tokens[:, step - 1]
+        tokens = to_device(self._tokens[:, step : step + 1], scores.device)
+        found = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=-1).gather(1, tokens)
+        is_next = self._is_equal & (step < self.counts)
+        self.sums += found[:, 0].cpu().double().where(is_next, 0.0)
+        self.complete |= is_next & (step + 1 == self.counts)
+        return scores
+
+
+def _generate_batch(
+    module: Any, reader: TextProcessor, questions: Sequence[Any], settings: Any, written: _WrittenTargets | None = None
+) -> list[str]:
+    """Return greedy answers to one batch of questions; `written` reads the scores of all steps."""
+    from transformers import LogitsProcessorList
+
+    if reader.form == "decoder":
+        batch = reader._left_padded_batch(questions, [()] * len(questions), spare=settings.max_new_tokens)
+        # Likelihoods leave less room free than generation, so a question that may have been cut here is another there.
+        if batch["input_ids"].shape[1] + settings.max_new_tokens >= reader.max_length:
+            written = None
+    else:
+        batch = reader(_samples_without_answers(questions))
+        del batch["decoder_attention_mask"]
+    whole: Tensor = module.generate(
+        **move_to_module(module, batch),
+        generation_config=settings,
+        logits_processor=LogitsProcessorList([written] if written else []),
+    )
+    skipped = batch["input_ids" if reader.form == "decoder" else "decoder_input_ids"].shape[1]
+    answers = []
+    for row in whole[:, skipped:].tolist():
+        end = next((place for place, token in enumerate(row) if token in reader.ends), len(row))
+        answers.append(reader.decode(row[:end]).strip())
     return answers
 
 
@@ -430,6 +503,9 @@ def _greedy_search_settings(module: Any, reader: TextProcessor, max_new_tokens: 
     """Yield settings for greedy decoding; the module's own generation settings are removed meanwhile."""
     from transformers import GenerationConfig
 
+    # Answers of an encoder-decoder have their own positions; a decoder's share those of the question, which is cut.
+    if reader.form != "decoder":
+        max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader._answer_prefix_tokens)))
     settings = GenerationConfig(
         do_sample=False,
         num_beams=1,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -25,7 +25,13 @@ from driftlens.experiment.study import Study
 from driftlens.linalg.state import DEEPEST, RANKINGS, embedding_similarity, expert_cosine, row_norms
 from driftlens.models.chain import Pool
 from driftlens.models.heads import has_one_score, is_vocabulary_head
-from driftlens.models.texts import TextProcessor, TextSample, generate, log_likelihoods
+from driftlens.models.texts import (
+    TextProcessor,
+    TextSample,
+    generate,
+    generate_with_likelihoods,
+    log_likelihoods,
+)
 from driftlens.results.measures import metric_interval
 from driftlens.utils.devices import to_float64
 from driftlens.utils.distributed import ProgressReporter, TaskProgress
@@ -37,6 +43,8 @@ from driftlens.utils.variants import ACCURACY, METRICS, expert_name, metric_by_n
 CHUNK_BYTES = 256 << 20
 # Tokens that an answer may exceed the longest target by, so that a longer answer is not cut to an equal one.
 SPARE_TOKENS = 8
+# Metrics of generated answers.
+GENERATING = frozenset({"exact_match", "spearman"})
 # Characters of a passage that are stored with a score.
 _SHOWN = 300
 # Texts whose features are in memory together.
@@ -212,9 +220,9 @@ def _score_answers(
             for start in range(0, len(samples), at_once):
                 done = place * len(samples) + start
                 reporter.step("answer", done, total, f"task {task}: {variant}")
-                batch = range(start, min(start + at_once, len(samples)))
+                batch = _TextBatch(test, module, range(start, min(start + at_once, len(samples))))
                 for name in metrics:
-                    rows[name] += _MEASURES[name](test, module, batch)
+                    rows[name] += _MEASURES[name](batch)
         results |= {(variant, name): of_metric for name, of_metric in rows.items()}
     reporter.step("answer", total, total, f"task {task}")
     return results
@@ -286,6 +294,7 @@ class _TestTexts:
     choices: Mapping[str, str]
     new_tokens: int
     numbers: list[float]
+    metrics: Sequence[str]
 
     @classmethod
     def from_samples(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _TestTexts:
@@ -307,24 +316,70 @@ class _TestTexts:
                     hint=f"spearman ranks numbers. Correct the target, or set another data.{samples.task}.metric.",
                 )
         longest = max(len(reader.answer_tokens(text.target)) for text in texts)
-        return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
+        return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers, metrics)
 
-    def _generate_answers(self, module: Any, part: range) -> list[str]:
-        """Generate answers greedily, up to the first line break unless targets have line breaks."""
-        questions = [self.reader.question_of(self.texts[position]) for position in part]
-        answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
-        if any("\n" in text.target.strip() for text in self.texts):
+
+@dataclass
+class _TextBatch:
+    """Some test texts of a task, and what a model makes of them, each computed once.
+
+    Attributes:
+        test: the task's test texts.
+        module: the model; of one with a scalar head, a function that returns the scores of texts.
+        part: positions of the texts.
+    """
+
+    test: _TestTexts
+    module: Any
+    part: range
+
+    @cached_property
+    def texts(self) -> list[TextSample]:
+        return [self.test.texts[position] for position in self.part]
+
+    @cached_property
+    def questions(self) -> list[Any]:
+        return [*map(self.test.reader.question_of, self.texts)]
+
+    @cached_property
+    def targets(self) -> list[str]:
+        """The target answers as stored with scores."""
+        return [text.target.strip() for text in self.texts]
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """The generated answers, up to the first line break unless targets have line breaks."""
+        test = self.test
+        if "perplexity" in test.metrics:
+            answers, _, _ = self._generated
+        else:
+            answers = generate(self.module, test.reader, self.questions, test.new_tokens, batch_size=len(self.part))
+        if any("\n" in text.target.strip() for text in test.texts):
             return answers
         return [answer.strip().partition("\n")[0] for answer in answers]
+
+    @property
+    def likelihoods(self) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods [n] in nat of the targets, and their numbers of tokens [n]."""
+        if GENERATING.isdisjoint(self.test.metrics):
+            answers = [[text.target] for text in self.texts]
+            sums, counts = log_likelihoods(self.module, self.test.reader, self.questions, answers)
+            return sums[:, 0], counts[:, 0]
+        _, sums, counts = self._generated
+        return sums, counts
+
+    @cached_property
+    def _generated(self) -> tuple[list[str], Tensor, Tensor]:
+        targets = [text.target for text in self.texts]
+        return generate_with_likelihoods(self.module, self.test.reader, self.questions, self.test.new_tokens, targets)
 
 
 def _normalize_answer(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-def _exact_match_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
-    for position, answer in zip(part, test._generate_answers(module, part), strict=True):
-        target = test.texts[position].target.strip()
+def _exact_match_rows(batch: _TextBatch) -> Iterator[tuple[Any, ...]]:
+    for answer, target in zip(batch.answers, batch.targets, strict=True):
         yield float(_normalize_answer(answer) == _normalize_answer(target)), None, answer, target
 
 
@@ -346,43 +401,39 @@ def _scalar_head_scores(
     return scores
 
 
-def _preference_rows(test: _TestTexts, one_score: Any, part: range) -> Iterator[tuple[Any, ...]]:
-    texts = [test.texts[position] for position in part]
-    preferred, rejected = (one_score([TextSample(text[side]) for text in texts]) for side in (0, 1))
-    for text, better, worse in zip(texts, preferred, rejected, strict=True):
-        yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
+def _preference_rows(batch: _TextBatch) -> Iterator[tuple[Any, ...]]:
+    preferred, rejected = (batch.module([TextSample(text[side]) for text in batch.texts]) for side in (0, 1))
+    for target, better, worse in zip(batch.targets, preferred, rejected, strict=True):
+        yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", target
 
 
-def _number_answer_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
-    if not isinstance(module, nn.Module):
-        scores = module([TextSample(test.texts[position].input) for position in part])
-        for position, score in zip(part, scores, strict=True):
-            yield score, test.numbers[position], f"{score:.6g}", test.texts[position].target.strip()
-        return
-    for position, answer in zip(part, test._generate_answers(module, part), strict=True):
-        number = parse_number(answer)
-        score = 0.0 if math.isnan(number) else number
-        yield score, test.numbers[position], answer, test.texts[position].target.strip()
+def _number_answer_rows(batch: _TextBatch) -> Iterator[tuple[Any, ...]]:
+    numbers = [batch.test.numbers[position] for position in batch.part]
+    if isinstance(batch.module, nn.Module):
+        answers, scores = batch.answers, [*map(parse_number, batch.answers)]
+        scores = [0.0 if math.isnan(score) else score for score in scores]
+    else:
+        scores = batch.module([TextSample(text.input) for text in batch.texts])
+        answers = [f"{score:.6g}" for score in scores]
+    return zip(scores, numbers, answers, batch.targets, strict=True)
 
 
-def _multiple_choice_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
+def _multiple_choice_rows(batch: _TextBatch) -> Iterator[tuple[Any, ...]]:
+    test = batch.test
     assert test.labels is not None
     names, answers = [*test.choices], [*test.choices.values()]
-    questions = [test.reader.question_of(test.texts[position]) for position in part]
-    sums, _ = log_likelihoods(module, test.reader, questions, [answers] * len(questions))
-    for position, best in zip(part, sums.argmax(dim=1).tolist(), strict=True):
+    sums, _ = log_likelihoods(batch.module, test.reader, batch.questions, [answers] * len(batch.part))
+    for position, best in zip(batch.part, sums.argmax(dim=1).tolist(), strict=True):
         yield float(names[best] == test.labels[position]), None, names[best], test.labels[position]
 
 
-def _perplexity_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
-    texts = [test.texts[position] for position in part]
-    questions, answers = map(test.reader.question_of, texts), [[text.target] for text in texts]
-    sums, counts = log_likelihoods(module, test.reader, [*questions], answers)
-    for text, total, count in zip(texts, sums[:, 0].tolist(), counts[:, 0].tolist(), strict=True):
-        yield -total, count, None, text.target.strip()
+def _perplexity_rows(batch: _TextBatch) -> Iterator[tuple[Any, ...]]:
+    sums, counts = batch.likelihoods
+    for target, total, count in zip(batch.targets, sums.tolist(), counts.tolist(), strict=True):
+        yield -total, count, None, target
 
 
-_MEASURES: dict[str, Callable[[_TestTexts, Any, range], Iterator[tuple[Any, ...]]]] = {
+_MEASURES: dict[str, Callable[[_TextBatch], Iterator[tuple[Any, ...]]]] = {
     "exact_match": _exact_match_rows,
     "choice": _multiple_choice_rows,
     "spearman": _number_answer_rows,

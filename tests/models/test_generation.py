@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from driftlens.models.texts import TextProcessor, generate, log_likelihoods
+from driftlens.models import texts
+from driftlens.models.texts import TextProcessor, generate, generate_with_likelihoods, log_likelihoods
 from tests.zoo.decoders import NEW, QUESTIONS, llama, plain, t5
 from tests.zoo.tokenizers import word_tokenizer
 
@@ -110,3 +111,37 @@ def test_answers_that_differ_in_their_last_token_share_one_pass() -> None:
     for place, word in enumerate(words):
         alone, _ = log_likelihoods(model, reader, QUESTIONS, [[word]] * len(QUESTIONS))
         assert torch.allclose(sums[:, place], alone[:, 0], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+def test_generation_tells_the_likelihood_of_what_it_writes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reader = made(form)
+    # Questions and targets; the last target is not written, the others up to their last token.
+    pairs = [(QUESTIONS[1], target) for target in (" is", " is is", " is red", " no it is")]
+    if form == "encoder-decoder":
+        pairs = [(QUESTIONS[2], target) for target in ("blue", "red")]
+        # Its targets have an end token: here the one that the model writes after "blue".
+        reader.tokenizer.eos_token = reader.tokenizer.convert_ids_to_tokens(1)
+    questions, targets = [question for question, _ in pairs], [target for _, target in pairs]
+    wanted, numbers = log_likelihoods(model, reader, questions, [[target] for target in targets])
+    computed: list[str] = []
+
+    def counted(model: Any, reader: TextProcessor, questions: Any, answers: Any) -> Any:
+        computed.extend(answer for [answer] in answers)
+        return log_likelihoods(model, reader, questions, answers)
+
+    monkeypatch.setattr(texts, "log_likelihoods", counted)
+    again, sums, counts = generate_with_likelihoods(model, reader, questions, NEW, targets)
+    assert again == generate(model, reader, questions, NEW)
+    torch.testing.assert_close(sums, wanted[:, 0], rtol=1e-6, atol=0)  # `generate` rounds scores to float32
+    assert counts.equal(numbers[:, 0])
+    assert computed == targets[-1:]
+
+
+def test_a_question_that_is_cut_for_generation_keeps_its_likelihood() -> None:
+    model, reader = made("decoder")
+    long = ["is " * 40 + "it red"]
+    [answer] = generate(model, reader, long, NEW)
+    wanted, _ = log_likelihoods(model, reader, long, [[answer.split()[0]]])
+    _, sums, _ = generate_with_likelihoods(model, reader, long, NEW, [answer.split()[0]])
+    torch.testing.assert_close(sums, wanted[:, 0], rtol=0, atol=1e-9)

@@ -412,8 +412,8 @@ def generate_with_likelihoods(
 ) -> tuple[list[str], Tensor, Tensor]:
     """Return greedy answers, and log-likelihoods [n] in nat of targets with their numbers of tokens [n].
 
-    The results are those of `generate` and `log_likelihoods`, at half the cost: while a model writes the target
-    itself, generation has the scores of its tokens, in float32. The other targets are read after it.
+    The results are those of `generate` and `log_likelihoods`, but most questions are read once: while a model writes
+    the target itself, generation has the scores of its tokens, in float32. Only other targets are read separately.
 
     Args:
         module: the library's model.

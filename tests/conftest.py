@@ -67,8 +67,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(tryfirst=True)  # before some are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[SHOWN] = shown(items)
-    # What takes minutes comes first: at the end all but one worker would wait for it.
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     left_out: list[pytest.Item] = []
     for item in items:  # keywords would have the names of folders, too
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
@@ -82,6 +80,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         skipped = {id(item) for item in left_out}
         items[:] = [item for item in items if id(item) not in skipped]
+    items[:] = deal(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def deal(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """Order tests so that each worker, whose share is one part of the list, begins with tests that take minutes.
+
+    At the end, all but one worker would wait for them.
+    """
+    minutes = [item for item in items if item.get_closest_marker("timeout")]
+    others = [item for item in items if not item.get_closest_marker("timeout")]
+    size = -(-len(others) // num_workers)
+    shares = [minutes[at::num_workers] + others[at * size : (at + 1) * size] for at in range(num_workers)]
+    return [item for share in shares for item in share]
 
 
 def pytest_collection_finish() -> None:

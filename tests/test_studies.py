@@ -40,6 +40,7 @@ def write_toy_texts(folder: Path, tasks: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_runs_whole_and_continues_where_it_was_stopped(

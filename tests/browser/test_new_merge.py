@@ -74,6 +74,7 @@ def test_a_base_given_as_a_file_in_its_folder_becomes_a_run_of_one_name(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_one_button_makes_the_demo_run(page: Any, browser: Any, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     root.mkdir()

@@ -132,6 +132,7 @@ def test_many_samples_are_thinned_evenly_over_classes(run: DriftRun) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_umap_repeats_and_shares_places(tmp_path: Path) -> None:
     expert = cloud(40)
     run = run_of(

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.studies.packages import ABOUT_TASKS, TEXTS, download_command
-from benchmarks.studies.study import MODELS, PICTURES, REPAIRS, RESULTS, Study
+from benchmarks.studies.study import MERGES, MODELS, PICTURES, REPAIRS, RESULTS, Study
 from driftlens.results.formatting import Kind, format_estimate, format_percent
 from driftlens.utils.errors import join_names
 from driftlens.utils.intervals import Interval
@@ -34,9 +34,10 @@ TITLES = {
     "calibrated:residual": "residual calibration",
     "calibrated:auto": "`--auto`",
     "average": "average",
-    "task_arithmetic": "Task Arithmetic, 0.3",
+    "task_arithmetic": "Task Arithmetic",
     "tsv_m": "TSV-M",
 }
+SCALING = f"Task Arithmetic with a scaling of {MERGES['task_arithmetic']['scaling']}"
 STARTS = {"base": "the base", "merged": "the merge", "average": "the average"}
 CALIBRATED = tuple(map(calibrated_variant, REPAIRS))
 CAPTIONS = {
@@ -136,7 +137,7 @@ def scores_section(study: Study, results: Results) -> Iterator[str]:
         by_model = (format_percent(average[model]["by_task"][task]["score"]) for model in MODELS)
         yield f"| `{task}` | {' | '.join(by_model)} |"
     yield f"\n{picture(study, results, 'intro')}\n"
-    yield "Other merges, of one draw:\n"
+    yield f"Other merges, of one draw ({SCALING}):\n"
     yield f"| merge | model | {metric} | against the base | against the merge | against the average |"
     yield "|---|---|---|---|---|---|"
     yield from other_rows(results)
@@ -284,7 +285,7 @@ def chosen_text(results: Results) -> str:
     """Return what `--auto` chose for which merges."""
     merges: dict[str, list[str]] = {}
     for merge, title in results["chosen"].items():
-        merges.setdefault(title, []).append(TITLES[merge])
+        merges.setdefault(title, []).append(STARTS.get(merge, TITLES[merge]))
     return "; ".join(f"{title} for {join_names(names)}" for title, names in merges.items())
 
 
@@ -328,9 +329,9 @@ def overview(stored: Mapping[str, Results]) -> str:
         "# Studies on pretrained models",
         "",
         "Each study takes a pretrained base from a package registry, trains four experts on public texts, merges them "
-        "in three ways and repairs each merge from 64 unlabelled texts per task. A repair is clearly better if the "
-        "95 % interval of its gain, paired by test text, is above 0 against the base, against the merge that it "
-        "repairs, and against the average of the experts.",
+        f"in three ways (average, {SCALING}, TSV-M) and repairs each merge from 64 unlabelled texts per task. A repair "
+        "is clearly better if the 95 % interval of its gain, paired by test text, is above 0 against the base, against "
+        "the merge that it repairs, and against the average of the experts.",
         "",
         *unclear_lines([*stored.values()]),
         *count_lines(stored),
@@ -401,6 +402,7 @@ def overview_rows(name: str, results: Results) -> Iterator[str]:
         for model in MODELS:
             is_clear = model in repairs_of(results, merge) and not unclear_gains(results, model, merge)
             shown = format_percent(rows[model]["score"][0]) if model in rows else "–"
+            shown = shown.replace(" ", "\N{NO-BREAK SPACE}")
             cells.append(f"**{shown}**" if is_clear else shown)
         study = f"[{short_title(results)}](study-{name}.md)"
         yield f"| {study} | {TITLES[merge]} | {' | '.join(cells)} |"

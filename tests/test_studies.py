@@ -140,11 +140,21 @@ def test_settings_that_were_compared_stand_side_by_side() -> None:
 
 
 def test_pages_are_made_from_the_stored_results() -> None:
-    stored = pages.read_stored()
+    stored, readme = pages.read_stored(), (pages.DOCS.parent / "README.md").read_text(encoding="utf-8")
     for name, results in stored.items():
         study = importlib.import_module(f"benchmarks.studies.{name}").STUDY
         text = (pages.DOCS / f"study-{name}.md").read_text(encoding="utf-8")
         assert text == pages.study_page(study, results), "run: python -m benchmarks.studies.pages"
+        average, clear = pages.rows_of(results, "average"), []
+        for repair in ("calibrated:featcal", "calibrated:residual"):
+            _, low, _ = average[repair]["score against merged"]
+            clear += [(average[repair]["score"][0], repair)] if low > 0 else []
+        shown = {model: format_percent(row["score"][0]) for model, row in average.items()}
+        if clear:
+            shown[max(clear)[1]] = f"**{shown[max(clear)[1]]}**"
+        order = ("base", "merged", "calibrated:featcal", "calibrated:residual", "expert")
+        if f"study-{name}.md" in readme:
+            assert f", average | {' | '.join(shown[model] for model in order)} |\n" in readme
         prose = re.sub(r"^```.*?^```$|^(?:\||!\[)[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
         assert 300 <= len(prose.split()) <= 500
     if stored:

@@ -193,7 +193,9 @@ def _show_request_fields(
     )
     fields["views"] = _optional_text_field(
         "Views of samples",
-        placeholder="as in the spec",
+        placeholder=f"auto:{published['views']} unless the spec has some"
+        if "views" in published
+        else "as in the spec",
         key="views",
         help="Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
     )

@@ -40,6 +40,8 @@ class Calibrator:
         title: the name in reports.
         source: the paper.
         presets: tried settings by name; missing settings keep their defaults.
+        preset_views: preset -> augmented copies of each calibration sample that it reads, unless spec or user say
+            otherwise.
         suited: kind of models (`Manifest.model_kinds`) -> the preset for it; that of `""` is for all others.
         candidates: settings that `--auto` compares with the current ones.
         with_views: defaults of settings if calibration samples have views.
@@ -54,6 +56,7 @@ class Calibrator:
     title: ClassVar[str] = ""
     source: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    preset_views: ClassVar[Mapping[str, int]] = {}
     suited: ClassVar[Mapping[str, str]] = {}
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
     with_views: ClassVar[Mapping[str, Any]] = {}

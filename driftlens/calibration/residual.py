@@ -126,6 +126,7 @@ class ResidualCal(StepwiseCalibrator, Calibrator):
     title = "Residual calibration"
     # Found on MiniLM's experts and checked on MPNet's (docs/studies.md).
     presets = MappingProxyType({"embeddings": MappingProxyType({"mu": 0.9})})
+    preset_views = MappingProxyType({"embeddings": 3})
     suited = MappingProxyType({EMBEDDINGS: "embeddings"})
     candidates = ({}, {"mu": 0.9})
     with_views = MappingProxyType({"mu": 0.9})

@@ -99,7 +99,10 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
             **{"title": kind.title or name, "source": kind.source, "effort": kind.effort, "settings": settings},
             "kind": "closed form" if kind.takes_sites else "trained",
             "needs_task_id": not kind.takes_sites,
-            "presets": {preset: dict(values) for preset, values in kind.presets.items()},
+            "presets": {
+                preset: {**values, **({"views": kind.preset_views[preset]} if preset in kind.preset_views else {})}
+                for preset, values in kind.presets.items()
+            },
             "suited": dict(kind.suited),
             # The settings in which candidates differ, in constructor order.
             "automatic": [setting for setting in settings if any(setting in tried for tried in kind.candidates)],

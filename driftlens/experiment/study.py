@@ -127,13 +127,17 @@ class Study:
         """True if calibrations also read augmented copies of samples."""
         return any(samples.num_with_views > len(samples) for samples in self.calibration_sets.values())
 
-    def with_views(self, views: Views | None) -> Study:
-        """Return the study with these augmentations of all calibration samples; None keeps the present ones."""
-        if views is None:
-            return self
+    def with_views(self, views: Views | None, *, default: Views | None = None) -> Study:
+        """Return the study with these augmentations of all calibration samples.
+
+        Args:
+            views: replaces the augmentations of all tasks; None keeps them.
+            default: those of tasks that have none; None leaves them without.
+        """
         tasks = {
-            task: replace(data, calibration=data.calibration and replace(data.calibration, views=views))
+            task: replace(data, calibration=replace(drawn, views=views or drawn.views or default)) if drawn else data
             for task, data in self.tasks.items()
+            for drawn in (data.calibration,)
         }
         return replace(self, tasks=tasks)
 

@@ -51,10 +51,10 @@ from driftlens.pipelines.calibration_plan import (
     CalibrationPlan,
     CalibrationSolution,
     calibration_context,
-    matching_preset,
     plan_calibration,
     registered_method,
     save_variants,
+    views_of_preset,
     with_saved_results,
 )
 from driftlens.pipelines.evaluation import training_overlap_text
@@ -205,8 +205,10 @@ def prepare_calibration(
     # Other calibrations are not needed to solve this one, and opening them takes time.
     study, models = reopen_study(folder, context, num_calibration=request.samples, with_calibrations=False)
     models = with_save_dtype(models, request.out_dtype)
-    study = dataclasses.replace(study, out_dtype=models.out_dtype).with_views(request.views)
-    plan = plan_calibration(request, None if spec is None else spec.calibration, study)
+    section = None if spec is None else spec.calibration
+    study = dataclasses.replace(study, out_dtype=models.out_dtype)
+    study = study.with_views(request.views, default=views_of_preset(request, section))
+    plan = plan_calibration(request, section, study)
     if spec is not None:
         require_task_id(spec.task_id, plan.method)
     options = request.with_changes(resume=False, replace=False).to_cli_args()
@@ -412,7 +414,7 @@ class _CalibrationJob:
                 share=self.request.interpolate,
                 on_score=partial(self.writer.event, CANDIDATE, of=plan.name),
             )
-            selection = {**record, "preset": matching_preset(plan.calibrator), "asked": plan.starting_point}
+            selection = {**record, "preset": plan.manifest_entry.preset, "asked": plan.starting_point}
         if not self.is_named:
             plan = dataclasses.replace(plan, name=self._name_of_choice(calibrator, selection))
         self._follow_plan(plan.with_chosen_settings(calibrator, selection, study))

@@ -180,6 +180,11 @@ class CalibrationPlan(SelectionResult):
         return {task: str(drawn.views) for task, drawn in self.samples.items() if drawn.views is not None}
 
     @property
+    def num_copies(self) -> int:
+        """The number of augmented copies of each calibration sample."""
+        return max((drawn.views.count for drawn in self.samples.values() if drawn.views is not None), default=0)
+
+    @property
     def manifest_entry(self) -> CalibrationInfo:
         """The calibration's entry in the manifest before anything is measured."""
         return CalibrationInfo(
@@ -191,7 +196,7 @@ class CalibrationPlan(SelectionResult):
             sample_digests={task: sample_ids_digest(samples.unique_ids) for task, samples in self.samples.items()},
             layers=self.layers,
             automatic=self.automatic,
-            preset=matching_preset(self.calibrator),
+            preset=matching_preset(self.calibrator, self.num_copies),
             sites=tuple(self.patterns),
             seed=self.seed,
             selection=self.selection,
@@ -329,6 +334,14 @@ def resolve_calibrator(
     return calibrators[method](**resolve_settings(calibrators[method], parameters, method))
 
 
+def views_of_preset(request: CalibrationRequest, section: Calibration | None) -> Views | None:
+    """Return the augmentations that belong to the preset of a request, or of the run's spec; None without any."""
+    method = _method_name(request, section)
+    preset = request.preset or (section.preset if section is not None and section.method == method else None)
+    copies = calibrators[method].preset_views.get(preset or "")
+    return None if copies is None else Views(copies=copies)
+
+
 def _method_name(request: CalibrationRequest, section: Calibration | None) -> str:
     return request.method or (DEFAULT_METHOD if section is None else section.method)
 
@@ -350,11 +363,12 @@ def settings_as_json(calibrator: Calibrator) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
-def matching_preset(calibrator: Calibrator) -> str:
-    """Return the name of the published preset with these settings; empty if none matches."""
+def matching_preset(calibrator: Calibrator, num_copies: int = 0) -> str:
+    """Return the name of the preset with these settings and copies of each sample; empty if none matches."""
     settings, kind = calibrator.get_params(), type(calibrator)
+    names = (name for name in kind.presets if kind.preset_views.get(name, 0) == num_copies)
     # Settings that a preset leaves out must have their defaults.
-    return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
+    return next((name for name in names if kind(**kind.presets[name]).get_params() == settings), "")
 
 
 @dataclass

@@ -207,7 +207,9 @@ def _open_run_to_sweep(
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     largest = int(max(request.param.get("n", ()), default=0))
     requests = _starting_requests(request, None if count is None else max(count, largest, 1))
-    opened = prepare_calibration(folder, requests[0], context)
+    # All points share the samples, so that only a single method has the views of its preset.
+    first = requests[0] if len(requests) == 1 else requests[0].with_changes(preset=None)
+    opened = prepare_calibration(folder, first, context)
     fewest = min(map(len, opened.plan.samples.values()))
     # Of in-memory samples, a run keeps as many as `samples` says.
     if largest > fewest:

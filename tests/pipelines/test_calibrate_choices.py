@@ -59,6 +59,27 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 
+def test_views_of_a_preset_give_way_to_those_of_the_user_and_of_the_spec(folder: Path) -> None:
+    wanted = CalibrationRequest(name=NAME, method="residual", preset="embeddings")
+    spec = yaml.safe_load((folder / "spec.yaml").read_text())
+    defaults = spec["data"].setdefault("defaults", {})
+    for in_spec, asked, views, preset in (
+        (None, None, "auto:3", "embeddings"),
+        (None, "crop:1", "crop:1", ""),
+        (None, "none", "none", ""),
+        ("crop:2", None, "crop:2", ""),
+        ("none", None, "none", ""),
+    ):
+        defaults["views"] = in_spec
+        (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+        opened = prepare_calibration(folder, wanted.with_changes(views=asked))
+        found = opened.plan.manifest_entry
+        assert found.views == dict.fromkeys(TASKS, views) and found.preset == preset
+        assert all(opened.study.calibration_sets[task].views == opened.plan.samples[task].views for task in TASKS)
+    bare = prepare_calibration(folder, wanted.with_changes(preset=None, parameters={"mu": 0.9})).plan.manifest_entry
+    assert set(bare.views.values()) == {"none"} and not bare.preset
+
+
 def test_a_calibration_without_a_name_is_called_after_its_method(folder: Path) -> None:
     asked = CalibrationRequest(layers=[2], attribution=False)
     for _ in range(2):

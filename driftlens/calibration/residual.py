@@ -18,7 +18,7 @@ from driftlens.engine.sequential import StepwiseCalibrator
 from driftlens.linalg.ridge import BIAS_INPUT, RidgeChoice, choose_ridges, solve_residual, sum_moments
 from driftlens.utils.errors import SingularGramError, SpecError
 from driftlens.utils.registry import Bounds, Label
-from driftlens.utils.variants import EMBEDDINGS
+from driftlens.utils.variants import ADAPTERS, EMBEDDINGS
 
 
 @torch.no_grad()
@@ -125,9 +125,9 @@ class ResidualCal(StepwiseCalibrator, Calibrator):
 
     title = "Residual calibration"
     # Found on MiniLM's experts and checked on MPNet's (docs/studies.md).
-    presets = MappingProxyType({"embeddings": MappingProxyType({"mu": 0.9})})
-    preset_views = MappingProxyType({"embeddings": 3})
-    suited = MappingProxyType({EMBEDDINGS: "embeddings"})
+    presets = MappingProxyType({"views": MappingProxyType({"mu": 0.9})})
+    preset_views = MappingProxyType({"views": 3})
+    suited = MappingProxyType({EMBEDDINGS: "views", f"hf-decoder, {ADAPTERS}": "views"})
     candidates = ({}, {"mu": 0.9})
     with_views = MappingProxyType({"mu": 0.9})
     effort = 3.4

@@ -326,3 +326,9 @@ def test_steps_that_continue_from_known_outputs_give_the_weights_of_whole_passes
     whole = calibrated(models, SMALL)
     assert max(counts) > 1
     assert found.keys() == whole.keys() and all(torch.equal(value, whole[key]) for key, value in found.items())
+
+
+def test_embedding_models_and_lora_experts_of_decoders_are_repaired_with_views() -> None:
+    kinds = (("embeddings", "hf-auto"), ("hf-decoder, LoRA adapters", "hf-decoder"), ("hf-decoder",), ("open-clip",))
+    assert [*map(ResidualCal.preset_for, kinds)] == ["views", "views", None, None]
+    assert ResidualCal.presets["views"] == ResidualCal.with_views and set(ResidualCal.preset_views) == {"views"}

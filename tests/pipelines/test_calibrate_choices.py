@@ -60,11 +60,11 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
 
 
 def test_views_of_a_preset_give_way_to_those_of_the_user_and_of_the_spec(folder: Path) -> None:
-    wanted = CalibrationRequest(name=NAME, method="residual", preset="embeddings")
+    wanted = CalibrationRequest(name=NAME, method="residual", preset="views")
     spec = yaml.safe_load((folder / "spec.yaml").read_text())
     defaults = spec["data"].setdefault("defaults", {})
     for in_spec, asked, views, preset in (
-        (None, None, "auto:3", "embeddings"),
+        (None, None, "auto:3", "views"),
         (None, "crop:1", "crop:1", ""),
         (None, "none", "none", ""),
         ("crop:2", None, "crop:2", ""),
